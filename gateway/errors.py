@@ -1,0 +1,98 @@
+"""Every refusal and failure the gateway can answer with, and how each dialect spells it.
+
+A `Refusal` is decided once and rendered late: as an HTTP status and JSON body while nothing was sent, else as an
+error event inside the stream that is already open. Four dialects are spoken:
+
+    openai      {"error": {"message", "type", "param", "code"}}          event: data: {...}
+    responses   the same body; in a stream an event of type `error` with sequence_number, code, message
+    messages    {"type": "error", "error": {"type", "message"}}          event: error
+    tgi         {"error": message, "error_type": type}
+
+Messages say what was wrong, what was expected and what to do. They never hold a key, a prompt or an engine's URL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import orjson
+
+
+class Dialect(StrEnum):
+    """How a route spells answers, streams and errors."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    TGI = "tgi"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(Exception):
+    """An answer that is not the engine's result.
+
+    status         HTTP status, 400 to 599
+    type           OpenAI error type, e.g. "invalid_request_error"
+    reason         short stable word for metrics and logs, e.g. "queue_full", "first_byte_timeout"
+    retry_after_s  hint for the client, 1 to 60; None: no hint
+    headers        further response headers, e.g. WWW-Authenticate
+    """
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    reason: str = ""
+    code: str | int | None = None
+    param: str | None = None
+    retry_after_s: float | None = None
+    headers: tuple[tuple[str, str], ...] = field(default=())
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.reason or self.type}: {self.message}"
+
+
+def error_object(refusal: Refusal) -> dict[str, object]:
+    """The OpenAI error object, with status and retry_after_s added where the client cannot read headers."""
+    return {
+        "message": refusal.message,
+        "type": refusal.type,
+        "param": refusal.param,
+        "code": refusal.code if refusal.code is not None else (refusal.reason or None),
+    }
+
+
+def render_body(refusal: Refusal, dialect: Dialect) -> bytes:
+    """The JSON body for an answer whose status carries the refusal."""
+    if dialect is Dialect.MESSAGES:
+        return orjson.dumps({"type": "error", "error": {"type": refusal.type, "message": refusal.message}})
+    if dialect is Dialect.TGI:
+        return orjson.dumps({"error": refusal.message, "error_type": refusal.reason or refusal.type})
+    return orjson.dumps({"error": error_object(refusal)})
+
+
+def render_event(refusal: Refusal, dialect: Dialect, *, sequence_number: int = 0) -> bytes:
+    """One whole SSE event for a stream that is already open.
+
+    sequence_number   the next one of a Responses stream; ignored by the other dialects
+    """
+    hint = {} if refusal.retry_after_s is None else {"retry_after_s": refusal.retry_after_s}
+    if dialect is Dialect.RESPONSES:
+        event: dict[str, object] = {
+            "type": "error",
+            "sequence_number": sequence_number,
+            "code": str(refusal.code or refusal.reason or refusal.type),
+            "message": refusal.message,
+            "param": refusal.param,
+            "status": refusal.status,
+            **hint,
+        }
+        return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
+    if dialect is Dialect.MESSAGES:
+        inner = {"type": refusal.type, "message": refusal.message, "status": refusal.status, **hint}
+        return b"event: error\ndata: " + orjson.dumps({"type": "error", "error": inner}) + b"\n\n"
+    if dialect is Dialect.TGI:
+        flat = {"error": refusal.message, "error_type": refusal.reason or refusal.type, "status": refusal.status}
+        return b"data:" + orjson.dumps({**flat, **hint}) + b"\n\n"
+    inner = {**error_object(refusal), "status": refusal.status, **hint}
+    return b"data: " + orjson.dumps({"error": inner}) + b"\n\n"

@@ -1,0 +1,203 @@
+"""The queue contract, in prose and types. One suite (`tests/contracts/test_queue.py`) runs over every implementation.
+
+A **pool** is a set of engines and models decided together. Its queue holds, for each work: where it waits (a rank
+inside its class and tenant), who owns it (the session of the process that holds its socket, or the blob store),
+and, once granted, which engine may run it. It is an *index*: whatever it forgets, the owner writes again.
+
+States of a work, and who moves it:
+
+    waiting ──claim (leader)──▶ granted ──take_grants (owner)──▶ the owner starts it, or lets the grant expire
+       ▲                          │
+       └────requeue (owner)───────┘        settle (owner) removes it from either state, once
+    session expired: BLOB works go back to waiting at their old rank; OWNER works are settled as owner_gone
+
+Rules that every implementation keeps:
+
+* **Time is an argument.** `now_ms` is the caller's estimate of Redis TIME in integer milliseconds; no script asks for
+  the time, no decision depends on EXPIRE.
+* **Repeatable.** Each call may be repeated after a lost reply and answers the same: enqueue is keyed by work id and
+  session, claim by (work id, epoch, attempt), settle by (work id, attempt) and remembered for `SETTLED_KEEP_MS`.
+* **Fenced.** A claim below the highest leader epoch the pool has seen is refused; a settle or requeue by a session that
+  no longer owns the work is refused.
+* **Plural.** One call, one round trip, many works; answers come in the order asked. The client gathers single calls
+  of one loop turn into one plural call (`Batcher`).
+* **Bounded.** `enqueue_many` refuses a work when its class already holds `max_queue` waiting works; nothing grows with
+  time; every key has an owner or a lifetime (`keys.py` is the table).
+* **All keys of a pool share one hash tag** and are passed as KEYS, so that Redis Cluster works.
+
+Errors: `QueueUnavailable` when the store cannot be reached or refuses writes (the caller decides what that means for
+a client); a programming error raises as itself. Nothing is retried behind the caller's back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from policies.vocabulary import Grant, Work
+
+SETTLED_KEEP_MS = 60_000
+
+
+class QueueUnavailable(Exception):
+    """The store did not answer, or answered that it cannot take writes now. The message says which."""
+
+
+class Enqueued(StrEnum):
+    """Answer of enqueue. QUEUED also when the same session enqueued the same work before."""
+
+    QUEUED = "queued"
+    FULL = "full"
+    TAKEN = "taken"
+
+
+class Settled(StrEnum):
+    """Answer of settle. DONE also when this very settle was done before; GONE: unknown work; FENCED: not yours."""
+
+    DONE = "done"
+    GONE = "gone"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A process's renewable presence in a pool. A work names the (owner, epoch) pair, so a restarted process with the
+    same id does not inherit what its predecessor held."""
+
+    id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What one session runs on one engine in one class; reported with each renewal."""
+
+    works: int = 0
+    kv_tokens: int = 0
+    prefill_tokens: int = 0
+
+
+SessionReport = Mapping[tuple[str, str], InFlight]
+"""(engine, class) -> sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """Who decides for the pool. `epoch` only grows; a new one is max(stored + 1, now_ms).
+
+    fresh_record   the record was missing altogether (flushed, failed over): wait one full validity before deciding
+    """
+
+    leader: str
+    epoch: int
+    expires_ms: int
+    fresh_record: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A look-ahead into the queue: what the leader plans with.
+
+    works      per class, EDF/rank order inside each (class, tenant), at most the bound asked for
+    depths     all waiting works by (class, tenant), beyond the look-ahead too
+    """
+
+    works: tuple[Work, ...] = ()
+    depths: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GrantTaken:
+    """A grant as its owner reads it; `seq` orders a session's grants and only grows."""
+
+    seq: int
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """What expire_sessions did: works put back (blob) and works whose owner is gone (settled)."""
+
+    requeued: tuple[str, ...] = ()
+    owner_gone: tuple[str, ...] = ()
+    sessions: tuple[str, ...] = ()
+
+
+class Queue(Protocol):
+    """One pool's queue. See the module header for the rules; each method is one round trip."""
+
+    async def renew_session(
+        self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport
+    ) -> bool:
+        """Create or extend the session and replace its sums. False: it had expired and was swept (register anew)."""
+        ...
+
+    async def sessions(self, *, now_ms: int) -> Mapping[str, SessionReport]:
+        """Reports of all live sessions, by session id."""
+        ...
+
+    async def end_session(self, session: Session) -> Expired:
+        """Leave properly: what this session still owns is handled as if it had expired."""
+        ...
+
+    async def expire_sessions(self, *, now_ms: int) -> Expired:
+        """Sweep sessions whose validity has passed (leader)."""
+        ...
+
+    async def lead(self, candidate: str, *, now_ms: int, valid_for_ms: int) -> Leadership:
+        """Become or stay leader if the record is free, expired or ours; else the record of whoever leads."""
+        ...
+
+    async def resign(self, leader: str, *, epoch: int) -> None:
+        """Give leadership up at once, if still ours."""
+        ...
+
+    async def enqueue_many(
+        self, works: Sequence[Work], *, session: Session, max_queue: Mapping[str, int], now_ms: int
+    ) -> list[Enqueued]:
+        """Let works wait, and ring the pool's bell. max_queue by class name."""
+        ...
+
+    async def peek(self, *, bounds: Mapping[str, int], default_bound: int, now_ms: int) -> Waiting:
+        """Read the look-ahead: up to `bounds[class]` works of each class (default_bound where absent), shared among
+        that class's tenants round-robin so that none is hidden behind another."""
+        ...
+
+    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[bool]:
+        """Leader: waiting -> granted. False: no longer waiting (cancelled, taken) or the epoch is old. Rings owners."""
+        ...
+
+    async def take_grants(self, session: Session, *, after_seq: int) -> list[GrantTaken]:
+        """The session's grants past `after_seq`, oldest first. Reading removes nothing."""
+        ...
+
+    async def requeue_many(
+        self, works: Sequence[Work], *, session: Session, now_ms: int
+    ) -> list[bool]:
+        """granted -> waiting at the old rank, with the work's new attempt count and avoid set. False: not ours."""
+        ...
+
+    async def settle_many(
+        self, ids: Sequence[tuple[str, int]], *, session: Session, now_ms: int
+    ) -> list[Settled]:
+        """Remove works, (id, attempt) each, in whatever state they are. Cancelling a waiting work is the same call."""
+        ...
+
+    async def rescore_many(self, ranks: Sequence[tuple[str, float]], *, epoch: int, now_ms: int) -> list[bool]:
+        """Leader: change the rank of waiting works (ageing). False: not waiting any more."""
+        ...
+
+    async def time_ms(self) -> int:
+        """The store's own clock, for `PoolClock.correct`; never used for a decision directly."""
+        ...
+
+    def bell(self, session: Session | None) -> AsyncIterator[None]:
+        """Yields when there is something to look at: for None the pool's bell (new or freed work), else a session's
+        bell (new grants). A bell may ring for nothing and may be lost; readers also look on a timer."""
+        ...
+
+    async def close(self) -> None:
+        """Close connections. Idempotent."""
+        ...

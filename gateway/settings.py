@@ -1,0 +1,96 @@
+"""What an operator can have an opinion about, in one frozen value, parsed at the edge and printed at start.
+
+How work is treated (classes, objectives, windows) is policy and lives in the policy document; here is what the
+process itself needs: addresses, engines, files, time-outs and bounds. Every bound is named and has a unit; no time-out
+is infinite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One engine. kind is "auto" (probe it) or an adapter's name; pool names the pool that decides for it."""
+
+    name: str
+    url: str
+    kind: str = "auto"
+    api_key: str | None = field(default=None, repr=False)
+    pool: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Each one is named in the error and the metric when it fires. Time in our queue counts towards none but total_s.
+
+    first_byte_s     request sent to first body byte of the engine's reply
+    inter_token_s    longest silence inside a reply; longer than an engine's preemption gap
+    total_s          accepted to last byte
+    stalled_client_s a client that takes no byte for so long is cut and its engine call aborted
+    request_head_s   first byte of a request to the end of its head; request_body_s: head to end of body, per 60 s of
+                     silence
+    """
+
+    connect_s: float = 5.0
+    first_byte_s: float = 120.0
+    inter_token_s: float = 60.0
+    total_s: float = 1800.0
+    stalled_client_s: float = 120.0
+    request_head_s: float = 20.0
+    request_body_s: float = 60.0
+    queue_headers_after_s: float = 10.0
+    keepalive_comment_s: float = 15.0
+    nonstream_wait_s: float = 50.0
+    drain_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what clients can make the process hold.
+
+    body_max_bytes    one request body; beyond: 413
+    bodies_held_bytes all request bodies held at once; beyond: 503 with Retry-After
+    header_max_bytes  one header field; beyond: 431
+    connections_max   open client connections
+    """
+
+    body_max_bytes: int = 64 * MIB
+    bodies_held_bytes: int = 1024 * MIB
+    header_max_bytes: int = 64 * 1024
+    connections_max: int = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The whole of it. `redis_url` None: a private Valkey is started (gateway.queue.embedded).
+
+    mount_path         prefix under which the public listener is mounted, e.g. "/llm"; "" for none
+    aliases            client's model name -> engine's model name
+    trust_forwarded    keep X-Forwarded-* of clients (only behind a proxy of yours)
+    cors_origins       origins allowed by CORS; () sends no CORS headers, ("*",) allows all without credentials
+    allow_no_keys      serve beyond loopback without API keys
+    """
+
+    listen: str = "127.0.0.1:8080"
+    admin_listen: str = "127.0.0.1:8081"
+    redis_url: str | None = field(default=None, repr=False)
+    state_dir: Path = Path(".headrace")
+    engines: tuple[EngineSettings, ...] = ()
+    policy_file: Path | None = None
+    keys_file: Path | None = None
+    tgi_default_model: str | None = None
+    mount_path: str = ""
+    aliases: tuple[tuple[str, str], ...] = ()
+    trust_forwarded: bool = False
+    cors_origins: tuple[str, ...] = ("*",)
+    allow_no_keys: bool = False
+    poll_s: float = 0.5
+    timeouts: Timeouts = Timeouts()
+    limits: Limits = Limits()
+    log_format: str = "auto"
+    log_level: str = "info"

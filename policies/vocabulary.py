@@ -1,0 +1,267 @@
+"""The words the decision core speaks: what waits, what an engine looks like, what was decided and why.
+
+Every value here is immutable and free of I/O, so that the same decision can be made from live traffic, from a
+recorded trace in virtual time, or in a test. Metrics, the recorder, the why-records and the console read only
+these types.
+
+Times are seconds on the *pool clock* (this process's estimate of Redis TIME, see `gateway.clock`): the one clock
+that every process sharing a pool agrees on. Token counts of prompts are estimates until an engine reports usage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Quality(StrEnum):
+    """How far a reading can be trusted. Anything but FRESH must not be read as a plain number."""
+
+    FRESH = "fresh"
+    STALE = "stale"
+    MISSING = "missing"
+    FROZEN = "frozen"
+    ABSURD = "absurd"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One signal of an engine as a policy sees it: never a bare number, since unknown is not zero.
+
+    value    in the unit the field's name says; None when never seen or dropped as absurd
+    age_s    seconds since it was measured; inf when never seen
+    """
+
+    value: float | None
+    age_s: float
+    quality: Quality
+
+    @property
+    def known(self) -> bool:
+        """True when the value may be used as it stands."""
+        return self.quality is Quality.FRESH and self.value is not None
+
+
+UNKNOWN = Reading(None, math.inf, Quality.MISSING)
+
+
+class BodyAt(StrEnum):
+    """Who can produce a work's body again: the process that holds its socket, or the blob store."""
+
+    OWNER = "owner"
+    BLOB = "blob"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One schedulable unit: what the queue orders and the dispatcher places. Carries no prompt text.
+
+    path            engine route, e.g. "/v1/chat/completions"; an engine gets only paths that it speaks
+    model           model name as the engine knows it (aliases already resolved)
+    prompt_tokens   estimate, >= 0, over all prompts of the request
+    max_tokens      the client's output limit per sequence; None when it set none
+    sequences       sequences the engine will decode for it (prompts x n), >= 1
+    accepted_s      pool time at which the gateway took responsibility
+    deadline_s      pool time by which the first token is due; None for a class without a TTFT objective
+    rank            order inside its (class, tenant), low first; the queue orders by nothing else
+    attempt         tries already made, >= 0
+    pinned_engine   only this engine will do (a stored response lives there); None: any
+    avoid           engines that already failed this work
+    """
+
+    id: str
+    class_name: str
+    tenant: str
+    model: str
+    path: str
+    accepted_s: float
+    rank: float
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+    sequences: int = 1
+    deadline_s: float | None = None
+    attempt: int = 0
+    body: BodyAt = BodyAt.OWNER
+    pinned_engine: str | None = None
+    avoid: frozenset[str] = frozenset()
+
+
+class EngineState(StrEnum):
+    """Whether an engine may be given work."""
+
+    UP = "up"
+    STARTING = "starting"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """An engine as the policies see it: polled readings beside the gateway's own ledger, never mixed.
+
+    The ledger half (in_flight, kv_tokens, prefill_tokens) is exact about what *we* sent and runs ahead of the
+    polled half, which is seconds old. Holds nothing the outside could not know: no true output length, no
+    parameter of the engine's step model.
+
+    in_flight        works sent and not ended, by class name
+    kv_tokens        prompt + generated tokens of our works in flight, in whole blocks
+    prefill_tokens   prompt tokens of our works that have shown no first token yet
+    last_grant_s     pool time of the latest grant; -inf when never
+    """
+
+    name: str
+    state: EngineState
+    models: frozenset[str]
+    in_flight: Mapping[str, int] = field(default_factory=dict)
+    kv_tokens: int = 0
+    prefill_tokens: int = 0
+    last_grant_s: float = -math.inf
+    kv_used_fraction: Reading = UNKNOWN
+    kv_capacity_tokens: Reading = UNKNOWN
+    running: Reading = UNKNOWN
+    waiting: Reading = UNKNOWN
+    seats: Reading = UNKNOWN
+    max_model_len: Reading = UNKNOWN
+
+    @property
+    def in_flight_total(self) -> int:
+        """Works of every class sent and not ended."""
+        return sum(self.in_flight.values())
+
+
+class Guard(StrEnum):
+    """Names of the guards that may bind a decision (architecture.md, section 3)."""
+
+    NONE = "none"
+    KV = "kv"
+    VRAM = "vram"
+    SEATS = "seats"
+    TTFT = "ttft"
+    STALL = "stall"
+    TPOT = "tpot"
+    KNEE = "knee"
+    POWER = "power"
+    THERMAL = "thermal"
+    ENERGY = "energy"
+    SHARE = "share"
+    STALE = "stale"
+    CREDIT = "credit"
+    WINDOW = "window"
+
+
+@dataclass(frozen=True, slots=True)
+class GuardReading:
+    """One guard's value against its threshold at the moment of a decision; `passed` is value <= threshold."""
+
+    guard: Guard
+    value: float
+    threshold: float
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A sizing policy's answer to "may this engine take this work now?", with every guard it consulted."""
+
+    admitted: bool
+    guards: tuple[GuardReading, ...] = ()
+
+    @property
+    def binding(self) -> Guard:
+        """The first guard that refused, else NONE."""
+        for reading in self.guards:
+            if not reading.passed:
+                return reading.guard
+        return Guard.NONE
+
+
+class Action(StrEnum):
+    """What a decision did."""
+
+    DISPATCH = "dispatch"
+    HOLD = "hold"
+    SHED = "shed"
+    GROW = "grow"
+    SHRINK = "shrink"
+    PREEMPT = "preempt"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision and its reasons: the record behind the metric, the log, the response header and the console.
+
+    engine is "" and work_id is "" where the decision names none. policy_version is the content hash of the one
+    policy snapshot it was made under.
+    """
+
+    action: Action
+    at_s: float
+    policy_version: str
+    class_name: str = ""
+    engine: str = ""
+    work_id: str = ""
+    binding: Guard = Guard.NONE
+    guards: tuple[GuardReading, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave for one work to start on one engine.
+
+    epoch        the leader's epoch; an owner refuses one below the highest it has seen
+    attempt      1 for the first try; (work_id, attempt) names one attempt
+    expires_s    pool time after which the owner must not start it
+    """
+
+    work_id: str
+    engine: str
+    epoch: int
+    attempt: int
+    expires_s: float
+
+
+class Result(StrEnum):
+    """How a work ended. Exactly one per accepted work."""
+
+    COMPLETED = "completed"
+    CLIENT_ERROR = "client_error"
+    CANCELLED = "cancelled"
+    SHED = "shed"
+    ENGINE_FAILED = "engine_failed"
+    TIMED_OUT = "timed_out"
+    UNAVAILABLE = "unavailable"
+    OWNER_GONE = "owner_gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one work, written once, by its owner.
+
+    reason           a short stable word: a shed reason, a failed timer's name, an engine fault's kind; "" if none
+    status           HTTP status the client saw (499: it left before any)
+    prompt_tokens    from usage when the engine sent it, else the estimate
+    output_tokens    from usage, else the counted token-bearing events
+    queued_s         accepted to granted; None when never granted
+    ttft_s           accepted to first content byte written to the client; None when there was none
+    engine_ttft_s    sent to first content byte from the engine, last attempt; None when there was none
+    total_s          accepted to settled
+    """
+
+    work_id: str
+    class_name: str
+    tenant: str
+    model: str
+    engine: str
+    result: Result
+    reason: str
+    status: int
+    attempts: int
+    prompt_tokens: int
+    output_tokens: int
+    total_s: float
+    queued_s: float | None = None
+    ttft_s: float | None = None
+    engine_ttft_s: float | None = None
