@@ -11,7 +11,7 @@ that every process sharing a pool agrees on. Token counts of prompts are estimat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -88,6 +88,10 @@ class Work:
     avoid: frozenset[str] = frozenset()
 
 
+def _any_path(_path: str) -> bool:
+    return True
+
+
 class EngineState(StrEnum):
     """Whether an engine may be given work."""
 
@@ -109,6 +113,7 @@ class EngineView:
     kv_tokens        prompt + generated tokens of our works in flight, in whole blocks
     prefill_tokens   prompt tokens of our works that have shown no first token yet
     last_grant_s     pool time of the latest grant; -inf when never
+    speaks           whether the engine serves a path natively; an engine gets only works whose path it speaks
     """
 
     name: str
@@ -124,6 +129,7 @@ class EngineView:
     waiting: Reading = UNKNOWN
     seats: Reading = UNKNOWN
     max_model_len: Reading = UNKNOWN
+    speaks: Callable[[str], bool] = field(default=_any_path, compare=False, repr=False)
 
     @property
     def in_flight_total(self) -> int:

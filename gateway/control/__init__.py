@@ -1,0 +1,1 @@
+"""What the gateway knows and how it stays current: engines polled, policy watched, presence renewed."""

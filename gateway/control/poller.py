@@ -1,0 +1,76 @@
+"""Asks every engine how it is: one task an engine, so that a slow one delays nobody.
+
+A poll is a probe (does it serve, which models) and a sample (its metrics). Each is bounded by the adapter; a sample that
+fails leaves the last one to age, since unknown is not zero and a late scrape is not a dead engine (MET-04). While an
+engine's kind is unknown each poll tries to find it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from backends.base import Backend, BackendError
+from gateway.clock import Clock
+from gateway.control.roster import Engine, Roster
+
+Opener = Callable[[Engine], Awaitable[Backend | None]]
+"""Makes the engine's backend, detecting its kind if need be; None while nobody answers."""
+
+
+class Poller:
+    """See the module header. `on_heard` is called after each poll, so that a returned engine gets work at once."""
+
+    __slots__ = ("_clock", "_on_heard", "_open", "_poll_s", "_rng", "_roster")
+
+    def __init__(
+        self,
+        roster: Roster,
+        open_backend: Opener,
+        *,
+        clock: Clock,
+        poll_s: float,
+        rng: random.Random,
+        on_heard: Callable[[Engine], None],
+    ) -> None:
+        self._roster = roster
+        self._open = open_backend
+        self._clock = clock
+        self._poll_s = poll_s
+        self._rng = rng
+        self._on_heard = on_heard
+
+    async def run(self) -> None:
+        """Poll all engines until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for engine in self._roster:
+                group.create_task(self._poll_forever(engine), name=f"poll {engine.name}")
+
+    async def once(self, within_s: float) -> None:
+        """Poll each engine once, concurrently; engines that take longer are left to `run`."""
+        try:
+            async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
+                for engine in self._roster:
+                    group.create_task(self._poll(engine))
+        except TimeoutError:
+            return
+
+    async def _poll_forever(self, engine: Engine) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s * self._rng.uniform(0.9, 1.1))
+            await self._poll(engine)
+
+    async def _poll(self, engine: Engine) -> None:
+        if engine.backend is None:
+            engine.backend = await self._open(engine)
+            if engine.backend is None:
+                return
+        probe = await engine.backend.probe()
+        engine.heard(probe, self._clock.now_s())
+        if probe.ready:
+            try:
+                engine.sample = await engine.backend.sample()
+            except BackendError as error:
+                engine.detail = str(error)
+        self._on_heard(engine)

@@ -1,0 +1,168 @@
+"""This process's presence in its pool: session, leadership, clock; renewed on one beat.
+
+Validity is judged by this process's monotonic clock, counted from *before* the renewal was sent, minus a tenth: a
+process that was paused, or whose reply was late, believes itself invalid before anybody else may take over.
+
+`sole` says that nobody else can reach this pool's store (an embedded server whose state directory is locked by us):
+then leadership cannot be contested, and neither a missing record nor an unreachable store takes it away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from gateway.clock import PoolClock
+from gateway.queue.base import Expired, Queue, QueueUnavailable, Session, SessionReport
+
+BEAT_S = 0.5
+SESSION_VALID_S = 5.0
+LEADER_VALID_S = 2.0
+CLOCK_EVERY_S = 5.0
+_SAFETY = 0.9
+
+
+class Presence:
+    """See the module header.
+
+    session   our session in force; its epoch changes when a lost session is registered anew
+    epoch     the leader epoch we hold; 0 when we do not lead
+    """
+
+    __slots__ = (
+        "_clock",
+        "_clock_due_s",
+        "_decide_from_s",
+        "_leader_until_s",
+        "_on_expired",
+        "_on_registered",
+        "_queue",
+        "_report",
+        "_rng",
+        "_session_until_s",
+        "_sole",
+        "epoch",
+        "last_error",
+        "round_trip_s",
+        "session",
+    )
+
+    def __init__(
+        self,
+        queue: Queue,
+        clock: PoolClock,
+        *,
+        session_id: str,
+        sole: bool,
+        rng: random.Random,
+        report: Callable[[], SessionReport],
+        on_registered: Callable[[], None],
+        on_expired: Callable[[Expired], None],
+    ) -> None:
+        """report gives our in-flight sums; on_registered is called after each new registration, so that owners write
+        their works again; on_expired tells what a sweep of dead sessions did."""
+        self._queue = queue
+        self._clock = clock
+        self._sole = sole
+        self._rng = rng
+        self._report = report
+        self._on_registered = on_registered
+        self._on_expired = on_expired
+        self.session = Session(session_id, 1)
+        self.epoch = 0
+        self.last_error = ""
+        self.round_trip_s = 0.0
+        self._session_until_s = self._leader_until_s = -1.0
+        self._decide_from_s = 0.0
+        self._clock_due_s = 0.0
+
+    def now_ms(self) -> int:
+        """The pool clock in Redis's unit."""
+        return int(self._clock.pool_s() * 1000)
+
+    @property
+    def connected(self) -> bool:
+        """Our session is certainly still valid in the store."""
+        return self._clock.now_s() < self._session_until_s
+
+    @property
+    def leads(self) -> bool:
+        """We may decide for the pool at this moment."""
+        if not self.epoch:
+            return False
+        now_s = self._clock.now_s()
+        return now_s >= self._decide_from_s and (self._sole or now_s < self._leader_until_s)
+
+    async def run(self) -> None:
+        """Beat until cancelled."""
+        while True:
+            await asyncio.sleep(BEAT_S * self._rng.uniform(0.9, 1.0))
+            await self.beat()
+
+    async def beat(self) -> None:
+        """Renew everything once. A store that does not answer is noted, never raised: validity runs out by itself."""
+        try:
+            await self._correct_clock()
+            await self._renew_session()
+            await self._lead()
+        except QueueUnavailable as error:
+            self.last_error = str(error)
+        else:
+            self.last_error = ""
+
+    async def leave(self) -> None:
+        """Give up leadership and session, so that a successor need not wait for them to expire."""
+        try:
+            if self.epoch:
+                await self._queue.resign(self.session.id, epoch=self.epoch)
+            await self._queue.end_session(self.session)
+        except QueueUnavailable as error:
+            self.last_error = str(error)
+        self.epoch = 0
+
+    async def _correct_clock(self) -> None:
+        now_s = self._clock.now_s()
+        if now_s < self._clock_due_s:
+            return
+        redis_ms = await self._queue.time_ms()
+        received_s = self._clock.now_s()
+        self._clock.correct(redis_s=redis_ms / 1000, sent_s=now_s, received_s=received_s)
+        self._clock_due_s = now_s + CLOCK_EVERY_S
+
+    async def _renew_session(self) -> None:
+        sent_s = self._clock.now_s()
+        first = self._session_until_s < 0
+        valid_for_ms = int(SESSION_VALID_S * 1000)
+        alive = await self._queue.renew_session(
+            self.session, now_ms=self.now_ms(), valid_for_ms=valid_for_ms, report=self._report()
+        )
+        if not alive:
+            self.session = Session(self.session.id, self.session.epoch + 1)
+            sent_s = self._clock.now_s()
+            await self._queue.renew_session(
+                self.session, now_ms=self.now_ms(), valid_for_ms=valid_for_ms, report=self._report()
+            )
+        self.round_trip_s = self._clock.now_s() - sent_s
+        lost = self._clock.now_s() >= self._session_until_s
+        self._session_until_s = sent_s + SESSION_VALID_S * _SAFETY
+        if not first and (lost or not alive):
+            self._on_registered()
+
+    async def _lead(self) -> None:
+        sent_s = self._clock.now_s()
+        record = await self._queue.lead(
+            self.session.id, now_ms=self.now_ms(), valid_for_ms=int(LEADER_VALID_S * 1000)
+        )
+        if record.leader != self.session.id:
+            self.epoch = 0
+            return
+        if record.fresh_record and not self._sole:
+            self._decide_from_s = sent_s + LEADER_VALID_S
+        self.epoch = record.epoch
+        self._leader_until_s = sent_s + LEADER_VALID_S * _SAFETY
+        self._on_expired(await self._queue.expire_sessions(now_ms=self.now_ms()))
+
+    def __repr__(self) -> str:
+        role = f"leads epoch {self.epoch}" if self.leads else "follows"
+        return f"<Presence {self.session.id}/{self.session.epoch} {role}{' ' + self.last_error if self.last_error else ''}>"

@@ -1,0 +1,171 @@
+"""The engines of one pool: who they are, whether they serve, what they last said.
+
+An `Engine` joins what is configured (an address), what is found out (kind, models, state, last sample) and what the
+ledger counts into the one `EngineView` that policies read. Two writers, each of its own half: the poller writes what
+it hears, the dispatcher's ledger what we sent; real traffic may only report a failed or a successful call.
+
+State: STARTING until the first probe succeeds; DOWN after a refused connection or two failed probes in a row, unless
+real traffic has succeeded since (a busy engine answers its health check late: FAI-08); UP again by a probe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from backends.base import UNSEEN, Backend, ModelCard, Probe, Sample, Signal
+from gateway.dispatch.ledger import EngineLedger
+from gateway.settings import EngineSettings
+from policies.vocabulary import UNKNOWN, EngineState, EngineView, Quality, Reading
+
+STALE_AFTER_POLLS = 3
+FAILED_PROBES_TO_DOWN = 2
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine. `backend` is None until its kind is known."""
+
+    settings: EngineSettings
+    ledger: EngineLedger
+    poll_s: float
+    backend: Backend | None = None
+    state: EngineState = EngineState.STARTING
+    detail: str = "not probed yet"
+    version: str = ""
+    cards: tuple[ModelCard, ...] = ()
+    models: frozenset[str] = frozenset()
+    sample: Sample = UNSEEN
+    failed_probes: int = 0
+    draining: bool = False
+    last_success_s: float = -math.inf
+    _view: EngineView | None = field(default=None, repr=False)
+    _view_key: tuple[object, ...] = field(default=(), repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def kind(self) -> str:
+        return self.settings.kind if self.backend is None else self.backend.kind
+
+    def heard(self, probe: Probe, now_s: float) -> None:
+        """Take a probe's answer."""
+        if probe.ready:
+            self.failed_probes = 0
+            self.state = EngineState.DRAINING if self.draining else EngineState.UP
+            self.detail = ""
+            self.version = probe.version
+            self.cards = probe.models
+            self.models = frozenset(card.id for card in probe.models)
+            return
+        self.failed_probes += 1
+        self.detail = probe.detail
+        recently_served = now_s - self.last_success_s < 2 * FAILED_PROBES_TO_DOWN * self.poll_s
+        if self.failed_probes >= FAILED_PROBES_TO_DOWN and not recently_served and self.state is not EngineState.STARTING:
+            self.state = EngineState.DOWN
+
+    def refused(self, detail: str) -> None:
+        """Nothing listens at the engine's address any more: no need to wait for a second sign."""
+        self.detail = detail
+        self.failed_probes = FAILED_PROBES_TO_DOWN
+        if self.state is not EngineState.STARTING:
+            self.state = EngineState.DOWN
+
+    def served(self, now_s: float) -> None:
+        """A real call ended well."""
+        self.last_success_s = now_s
+
+    def view(self, now_s: float) -> EngineView:
+        """The engine as policies see it; cached until the ledger, the sample or the state changes.
+
+        now_s is monotonic. Ages are as of the last rebuild, which the control tick forces.
+        """
+        key = (self.ledger.version, self.sample.taken_s, self.state, self.models)
+        if self._view is None or key != self._view_key:
+            self._view = self._build_view(now_s)
+            self._view_key = key
+        return self._view
+
+    def _build_view(self, now_s: float) -> EngineView:
+        ledger = self.ledger
+        return EngineView(
+            name=self.settings.name,
+            state=self.state,
+            models=self.models,
+            in_flight=dict(ledger.in_flight),
+            kv_tokens=ledger.kv_tokens,
+            prefill_tokens=ledger.prefill_tokens,
+            last_grant_s=ledger.last_grant_s,
+            kv_used_fraction=self._reading(Signal.KV_USED_FRACTION, now_s),
+            kv_capacity_tokens=self._reading(Signal.KV_CAPACITY_TOKENS, now_s),
+            running=self._reading(Signal.RUNNING, now_s),
+            waiting=self._reading(Signal.WAITING, now_s),
+            seats=self._reading(Signal.SEATS, now_s),
+            max_model_len=self._max_model_len(),
+            speaks=_nothing if self.backend is None else self.backend.speaks,
+        )
+
+    def _reading(self, signal: Signal, now_s: float) -> Reading:
+        measured = self.sample.values.get(signal)
+        if measured is None:
+            return UNKNOWN
+        age_s = now_s - self.sample.taken_s
+        if measured.value is None:
+            return Reading(None, age_s, Quality.ABSURD)
+        fresh = age_s <= STALE_AFTER_POLLS * self.poll_s
+        return Reading(measured.value, age_s, Quality.FRESH if fresh else Quality.STALE)
+
+    def _max_model_len(self) -> Reading:
+        lengths = [card.max_model_len for card in self.cards if card.max_model_len is not None]
+        return Reading(float(max(lengths)), 0.0, Quality.FRESH) if lengths else UNKNOWN
+
+    def __repr__(self) -> str:
+        works = sum(self.ledger.in_flight.values())
+        return f"<Engine {self.name} {self.kind} {self.state.value} in_flight={works}>"
+
+
+class Roster:
+    """All engines of a pool, by name; fixed at start."""
+
+    __slots__ = ("_engines",)
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self._engines: Mapping[str, Engine] = {engine.name: engine for engine in engines}
+
+    def __getitem__(self, name: str) -> Engine:
+        return self._engines[name]
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines.values())
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def views(self, now_s: float) -> list[EngineView]:
+        """Views of all engines, in configured order."""
+        return [engine.view(now_s) for engine in self._engines.values()]
+
+    def serving(self, model: str, path: str) -> list[Engine]:
+        """Engines that are up, list the model and speak the path."""
+        return [
+            engine
+            for engine in self._engines.values()
+            if engine.state is EngineState.UP
+            and model in engine.models
+            and engine.backend is not None
+            and engine.backend.speaks(path)
+        ]
+
+    def knows(self, model: str) -> bool:
+        """True when some engine has ever listed the model."""
+        return any(model in engine.models for engine in self._engines.values())
+
+    def any_up(self) -> bool:
+        return any(engine.state is EngineState.UP for engine in self._engines.values())
+
+
+def _nothing(_path: str) -> bool:
+    return False

@@ -1,0 +1,222 @@
+"""The works whose sockets are in this process: who waits for leave to start, and what the queue still knows of them.
+
+A work that the dispatcher can start at once never touches the queue. Any other is enqueued, waits here on a future, and
+is removed from the queue when it ends, however it ends. The queue is an index that its owners rebuild: when a session
+was lost or the store forgot (a flush, a failover without data), every work that waits here is written again.
+
+One writer: the process itself. Removals are gathered and retried until the store has taken them or the session that
+wrote them is gone, so that a cancelled client never leaves an entry behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gateway.clock import Clock
+from gateway.control.presence import Presence
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.queue.base import Enqueued, Queue, QueueUnavailable
+from gateway.queue.batcher import Batcher
+from policies.vocabulary import Grant, Outcome, Work
+
+RECONCILE_S = 1.0
+SETTLE_BATCH = 512
+
+
+class QueueFull(Exception):
+    """The class already has as many works waiting as its policy allows."""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    work: Work
+    granted: asyncio.Future[Grant] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Owner:
+    """See the module header."""
+
+    __slots__ = (
+        "_batcher",
+        "_clock",
+        "_dispatcher",
+        "_entries",
+        "_grants_seen",
+        "_presence",
+        "_queue",
+        "_settle",
+        "_settle_soon",
+        "_waiting",
+    )
+
+    def __init__(self, queue: Queue, batcher: Batcher, presence: Presence, clock: Clock) -> None:
+        self._queue = queue
+        self._batcher = batcher
+        self._presence = presence
+        self._clock = clock
+        self._dispatcher: Dispatcher | None = None
+        self._waiting: dict[str, _Waiter] = {}
+        self._entries: dict[str, int] = {}
+        self._settle: dict[str, int] = {}
+        self._settle_soon = asyncio.Event()
+        self._grants_seen = 0
+
+    def serve(self, dispatcher: Dispatcher) -> None:
+        """The dispatcher in this process (set once, at composition: each knows the other)."""
+        self._dispatcher = dispatcher
+
+    @property
+    def waiting(self) -> int:
+        """Works of this process that wait for a grant."""
+        return len(self._waiting)
+
+    async def acquire(self, work: Work, max_queue: Mapping[str, int]) -> Grant:
+        """Leave to start, now or later; cancel to stop waiting. The caller owes one `finished` per grant.
+
+        Raises QueueFull, and QueueUnavailable when the store cannot take the work.
+        """
+        dispatcher = self._dispatcher
+        assert dispatcher is not None
+        grant = dispatcher.start_now(work)
+        if grant is not None:
+            return grant
+        waiter = _Waiter(work)
+        self._waiting[work.id] = waiter
+        dispatcher.entered(work)
+        try:
+            await self._enter(work, max_queue)
+            dispatcher.wake()
+            return await waiter.granted
+        except BaseException:
+            if waiter.granted.done() and not waiter.granted.cancelled():
+                dispatcher.finished(work, waiter.granted.result(), None)
+            self._forget(work.id)
+            raise
+        finally:
+            self._waiting.pop(work.id, None)
+            dispatcher.left(work)
+
+    def finished(self, work: Work, grant: Grant, outcome: Outcome | None) -> None:
+        """An attempt ended. With its outcome the work is over; with None it goes on elsewhere and keeps its entry."""
+        assert self._dispatcher is not None
+        self._dispatcher.finished(work, grant, outcome)
+        if outcome is not None:
+            self._forget(work.id)
+
+    def granted(self, grant: Grant) -> bool:
+        """Take a grant for a work that waits here; False when it does not (any more)."""
+        waiter = self._waiting.get(grant.work_id)
+        if waiter is None or waiter.granted.done() or waiter.work.attempt + 1 != grant.attempt:
+            return False
+        self._entries[grant.work_id] = grant.attempt
+        waiter.granted.set_result(grant)
+        return True
+
+    def registered(self) -> None:
+        """Our session is a new one: whatever the old one had written is gone or will be swept; write it again."""
+        self._entries.clear()
+        self._settle.clear()
+        self._grants_seen = 0
+        self._settle_soon.set()
+
+    async def run(self) -> None:
+        """Remove what ended and rebuild what was lost, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._settle_forever(), name="settle")
+            group.create_task(self._reconcile_forever(), name="reconcile")
+
+    async def flush(self) -> None:
+        """Settle everything that has ended; for a clean stop."""
+        while self._settle:
+            await self._settle_some()
+
+    async def _enter(self, work: Work, max_queue: Mapping[str, int]) -> None:
+        if work.id in self._entries:
+            (back,) = await self._queue.requeue_many(
+                [work], session=self._presence.session, now_ms=self._presence.now_ms()
+            )
+            if back:
+                return
+        self._entries[work.id] = work.attempt
+        answer = await self._batcher.enqueue(work, max_queue=max_queue)
+        if answer is Enqueued.FULL:
+            del self._entries[work.id]
+            raise QueueFull(work.class_name)
+
+    def _forget(self, work_id: str) -> None:
+        attempt = self._entries.pop(work_id, None)
+        if attempt is not None:
+            self._settle[work_id] = attempt
+            self._settle_soon.set()
+
+    async def _settle_forever(self) -> None:
+        while True:
+            await self._settle_soon.wait()
+            self._settle_soon.clear()
+            try:
+                await self.flush()
+            except QueueUnavailable:
+                await asyncio.sleep(RECONCILE_S)
+                self._settle_soon.set()
+
+    async def _settle_some(self) -> None:
+        batch = list(self._settle.items())[:SETTLE_BATCH]
+        await self._queue.settle_many(batch, session=self._presence.session, now_ms=self._presence.now_ms())
+        for work_id, attempt in batch:
+            if self._settle.get(work_id) == attempt:
+                del self._settle[work_id]
+
+    async def _reconcile_forever(self) -> None:
+        while True:
+            await asyncio.sleep(RECONCILE_S)
+            if self._waiting:
+                try:
+                    await self._reconcile()
+                except QueueUnavailable:
+                    continue
+
+    async def _reconcile(self) -> None:
+        """Take grants whose bell was lost, give back expired ones, write again what the store forgot."""
+        session, dispatcher = self._presence.session, self._dispatcher
+        assert dispatcher is not None
+        now_s = self._clock.pool_s()
+        expired: list[Work] = []
+        for taken in await self._queue.take_grants(session, after_seq=self._grants_seen):
+            self._grants_seen = max(self._grants_seen, taken.seq)
+            grant = taken.grant
+            waiter = self._waiting.get(grant.work_id)
+            if waiter is None or waiter.granted.done():
+                continue
+            reserved = dispatcher.settle_uncertain(grant)
+            if reserved and now_s < grant.expires_s and self.granted(grant):
+                continue
+            if reserved:
+                dispatcher.finished(waiter.work, grant, None)
+            expired.append(replace(waiter.work, attempt=grant.attempt - 1))
+        if expired:
+            await self._queue.requeue_many(expired, session=session, now_ms=self._presence.now_ms())
+        old = [
+            one.work
+            for one in self._waiting.values()
+            if not one.granted.done() and now_s - one.work.accepted_s > RECONCILE_S
+        ]
+        if len(old) > dispatcher.depth_seen:
+            await self._write_again(old)
+
+    async def _write_again(self, old: Sequence[Work]) -> None:
+        """Enqueue is idempotent: works that the store still has answer QUEUED and change nothing."""
+        for start in range(0, len(old), SETTLE_BATCH):
+            batch = old[start : start + SETTLE_BATCH]
+            unbounded = {work.class_name: _NO_BOUND for work in batch}
+            await self._queue.enqueue_many(
+                batch, session=self._presence.session, max_queue=unbounded, now_ms=self._presence.now_ms()
+            )
+
+    def __repr__(self) -> str:
+        return f"<Owner waiting={len(self._waiting)} entries={len(self._entries)} to settle={len(self._settle)}>"
+
+
+_NO_BOUND = 1 << 30
+"""A work that was accepted once is never refused when it is written again."""

@@ -1,0 +1,389 @@
+"""One attempt's reply on its way from an engine to a client: looked at just enough, changed as little as possible.
+
+An engine's bytes arrive in callbacks (`backends.base.Receiver`) and leave through a `Reply`, in the same callback.
+Four modes, chosen by the head:
+
+    STREAM  server-sent events: relayed by whole events; held back until the first token-bearing event, so that an
+            error inside a 200, an aborted finish or an empty stream can still become a status or move elsewhere
+    HOLD    a JSON answer: held up to HELD_REPLY_BYTES so that an aborted or failed one is seen before it is sent
+    PASS    anything else (audio, a JSON answer past the bound): bytes go through as they come
+    ERROR   a status of 300 and more: collected (bounded), understood, and told in the client's dialect
+
+The relay decides nothing about other engines: it ends with one `AttemptEnd`, whose `Fault` says what may follow.
+Backpressure: while the client's buffer is full the engine's socket is not read, and the inter-token bound is at rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from backends.base import Call, CallFailure, Headers
+from backends.dialects import Remark, StreamReader, open_reader, read_error, read_reply
+from backends.sse import EventSplitter
+from gateway.clock import Clock
+from gateway.dispatch.faults import Fault, call_failed, engine_answered, engine_said, timed_out, truncated, unasked_coding
+from gateway.dispatch.reply import STREAM_HEADERS, Reply
+from gateway.exchange import Exchange
+from gateway.settings import Timeouts
+
+HELD_STREAM_BYTES = 64 * 1024
+HELD_REPLY_BYTES = 1024 * 1024
+HELD_ERROR_BYTES = 256 * 1024
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """How one attempt ended. fault None: the client has a complete answer.
+
+    output_tokens, prompt_tokens   from usage where the engine sent it; prompt_tokens None when it did not
+    engine_ttft_s                  call to first token-bearing byte; None when there was none
+    committed                      bytes of this attempt have reached the client: nobody else may try
+    response_id                    id of a stored response (/v1/responses), "" otherwise
+    """
+
+    fault: Fault | None
+    output_tokens: int
+    prompt_tokens: int | None
+    engine_ttft_s: float | None
+    committed: bool
+    response_id: str = ""
+
+
+class _Mode(Enum):
+    HEAD = auto()
+    STREAM = auto()
+    HOLD = auto()
+    PASS = auto()
+    ERROR = auto()
+
+
+class Relay:
+    """See the module header. `done` resolves once; after that no callback has an effect."""
+
+    __slots__ = (
+        "_call",
+        "_clock",
+        "_committed",
+        "_engine",
+        "_engine_ttft_s",
+        "_exchange",
+        "_headers",
+        "_heard",
+        "_held",
+        "_held_bytes",
+        "_last_byte_s",
+        "_mode",
+        "_on_first_token",
+        "_reader",
+        "_reply",
+        "_response_id",
+        "_sent_s",
+        "_splitter",
+        "_status",
+        "_strip_usage",
+        "_timeouts",
+        "done",
+        "output_tokens",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        reply: Reply,
+        *,
+        engine: str,
+        clock: Clock,
+        timeouts: Timeouts,
+        strip_usage: bool,
+        on_first_token: Callable[[float], None],
+    ) -> None:
+        """strip_usage: we asked for the usage event, the client did not. on_first_token takes engine_ttft_s."""
+        self._exchange = exchange
+        self._reply = reply
+        self._engine = engine
+        self._clock = clock
+        self._timeouts = timeouts
+        self._strip_usage = strip_usage
+        self._on_first_token = on_first_token
+        self._call: Call | None = None
+        self._mode = _Mode.HEAD
+        self._status = 0
+        self._headers: Headers = ()
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._committed = False
+        self._heard = False
+        self._engine_ttft_s: float | None = None
+        self._response_id = ""
+        self._splitter = EventSplitter()
+        self._reader: StreamReader | None = None
+        self._sent_s = self._last_byte_s = clock.now_s()
+        self.output_tokens = 0
+        self.done: asyncio.Future[AttemptEnd] = asyncio.get_running_loop().create_future()
+
+    def attach(self, call: Call) -> None:
+        """The call under way, to be paused with the client and aborted with the attempt."""
+        self._call = call
+        self._reply.follow(call.pause, self._resume)
+
+    def close(self) -> None:
+        """Let go: abort the call unless it ended by itself."""
+        self._reply.unfollow()
+        if self._call is not None:
+            self._call.abort()
+        if not self.done.done():
+            self.done.cancel()
+
+    # -- Receiver ------------------------------------------------------------------------------------------------
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+        content_type = self._header(b"content-type")
+        coding = self._header(b"content-encoding")
+        if status >= 300:
+            self._mode = _Mode.ERROR
+        elif coding:
+            if coding.decode("latin-1").lower() not in self._exchange.rule_headers.get("accept-encoding", ""):
+                self._end(unasked_coding(coding.decode("latin-1"), self._engine))
+                return
+            self._mode = _Mode.PASS
+        elif content_type.startswith(b"text/event-stream"):
+            self._mode = _Mode.STREAM
+            self._reader = open_reader(
+                self._exchange.dialect.value,
+                self._exchange.path,
+                sequences=self._exchange.facts.sequences,
+                strip_usage=self._strip_usage,
+            )
+        elif content_type.startswith(b"application/json"):
+            self._mode = _Mode.HOLD
+        else:
+            self._mode = _Mode.PASS
+
+    def on_body(self, data: bytes) -> None:
+        if self._mode is _Mode.STREAM:
+            self._stream(data)
+            return
+        self._heard = True
+        self._last_byte_s = self._clock.now_s()
+        if self._mode is _Mode.PASS:
+            self._commit()
+            self._reply.write(data)
+        else:
+            self._hold(data)
+
+    def on_end(self) -> None:
+        if self.done.done():
+            return
+        if self._mode is _Mode.STREAM:
+            self._end_stream()
+        elif self._mode is _Mode.ERROR:
+            body = b"".join(self._held)
+            retry_after = self._header(b"retry-after").decode("latin-1")
+            content_type = self._header(b"content-type").decode("latin-1")
+            error = read_error(body, self._status)
+            self._end(
+                engine_answered(
+                    error,
+                    self._engine,
+                    status=self._status,
+                    body=body,
+                    content_type=content_type,
+                    retry_after=retry_after,
+                    dialect=self._exchange.dialect,
+                )
+            )
+        else:
+            self._end_whole()
+
+    def on_failure(self, failure: CallFailure) -> None:
+        self._end(call_failed(failure, self._engine))
+
+    # -- Watched -------------------------------------------------------------------------------------------------
+
+    def check(self, now_s: float) -> None:
+        """Fire a bound that has passed. While the client takes nothing, only the total counts."""
+        timeouts = self._timeouts
+        if now_s - self._exchange.accepted_s > timeouts.total_s:
+            self._end(timed_out("total_s", timeouts.total_s, self._engine))
+        elif self._reply.paused:
+            self._last_byte_s = now_s
+        elif not self._heard:
+            if now_s - self._sent_s > timeouts.first_byte_s:
+                self._end(timed_out("first_byte_s", timeouts.first_byte_s, self._engine))
+        elif now_s - self._last_byte_s > timeouts.inter_token_s:
+            self._end(timed_out("inter_token_s", timeouts.inter_token_s, self._engine))
+
+    # -- streams -------------------------------------------------------------------------------------------------
+
+    def _stream(self, data: bytes) -> None:
+        ready = self._splitter.feed(data)
+        if not ready:
+            return
+        if ready[0] != _COLON:  # a comment is no sign of progress
+            self._heard = True
+            self._last_byte_s = self._clock.now_s()
+        self._take(ready)
+
+    def _take(self, ready: bytes) -> None:
+        """Inspect whole events and pass on what may go."""
+        reader = self._reader
+        assert reader is not None
+        if not self._committed and not self._response_id and self._exchange.path == "/v1/responses":
+            self._find_response_id(ready)
+        remark = reader.inspect(ready)
+        self.output_tokens = reader.tokens
+        if remark is not None:
+            if remark.error is not None:
+                self._stream_error(remark)
+                return
+            ready = remark.forward
+        if self._committed:
+            if ready:
+                self._reply.write(ready)
+            return
+        if ready:
+            self._held.append(ready)
+            self._held_bytes += len(ready)
+        if reader.started:
+            self._first_token()
+            self._commit_stream()
+        elif reader.finished or self._held_bytes > HELD_STREAM_BYTES:
+            self._commit_stream()
+
+    def _stream_error(self, remark: Remark) -> None:
+        assert remark.error is not None
+        if remark.forward and (self._committed or (self._reader is not None and self._reader.started)):
+            if not self._committed:
+                self._first_token()
+                self._commit_stream()
+            self._reply.write(remark.forward)
+        self._end(engine_said(remark.error, self._engine))
+
+    def _end_stream(self) -> None:
+        reader = self._reader
+        assert reader is not None
+        rest = self._splitter.take_rest()
+        if rest:
+            remark = reader.inspect(rest + b"\n\n")
+            if remark is not None and remark.error is not None:
+                self._stream_error(remark)
+                return
+            if reader.terminated or reader.finished:
+                self._held.append(rest)
+        if not (reader.finished or (reader.terminated and (reader.started or self._committed))):
+            self._end(truncated(self._engine))
+            return
+        self._commit_stream()
+        self._end(None)
+
+    def _first_token(self) -> None:
+        if self._engine_ttft_s is None:
+            self._engine_ttft_s = self._clock.now_s() - self._sent_s
+            self._on_first_token(self._engine_ttft_s)
+
+    def _commit_stream(self) -> None:
+        self._commit(STREAM_HEADERS)
+        for held in self._held:
+            self._reply.write(held)
+        self._held.clear()
+
+    # -- whole answers -------------------------------------------------------------------------------------------
+
+    def _hold(self, data: bytes) -> None:
+        self._held_bytes += len(data)
+        if self._mode is _Mode.ERROR:
+            if self._held_bytes <= HELD_ERROR_BYTES:
+                self._held.append(data)
+            return
+        self._held.append(data)
+        if self._held_bytes > HELD_REPLY_BYTES:
+            self._mode = _Mode.PASS
+            self._first_token()
+            self._flush_whole()
+
+    def _end_whole(self) -> None:
+        if self._mode is _Mode.HOLD:
+            body = b"".join(self._held)
+            facts = read_reply(body, self._exchange.path)
+            self.output_tokens = facts.output_tokens or 0
+            if facts.error is not None:
+                self._end(engine_said(facts.error, self._engine))
+                return
+            if self._exchange.path == "/v1/responses":
+                self._find_response_id(body)
+            self._first_token()
+            self._flush_whole()
+            self._end(None, prompt_tokens=facts.prompt_tokens)
+            return
+        self._commit()
+        self._end(None)
+
+    def _flush_whole(self) -> None:
+        self._commit()
+        for held in self._held:
+            self._reply.write(held)
+        self._held.clear()
+
+    # -- common --------------------------------------------------------------------------------------------------
+
+    def _commit(self, more: tuple[tuple[str, str], ...] = ()) -> None:
+        """Send the head, once. From here on nobody else may try."""
+        if self._committed:
+            return
+        self._committed = True
+        length = self._header(b"content-length")
+        kept = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in self._headers
+            if name not in _OWN_HEADERS and not (more and name in _STREAM_OWN)
+        ]
+        whole = self._mode is not _Mode.STREAM and length.isdigit()
+        self._reply.open(self._status, [*kept, *more], int(length) if whole else None)
+
+    def _end(self, fault: Fault | None, *, prompt_tokens: int | None = None) -> None:
+        if self.done.done():
+            return
+        reader = self._reader
+        if reader is not None:
+            prompt_tokens = reader.prompt_tokens
+            if reader.output_tokens is not None:
+                self.output_tokens = reader.output_tokens
+        if fault is None:
+            self._reply.finish()
+        elif self._committed:
+            next_number = 0 if reader is None else reader.next_sequence_number
+            self._reply.fail(fault.refusal, sequence_number=next_number)
+        if fault is not None and self._call is not None:
+            self._call.abort()
+        self.done.set_result(
+            AttemptEnd(
+                fault, self.output_tokens, prompt_tokens, self._engine_ttft_s, self._committed, self._response_id
+            )
+        )
+
+    def _resume(self) -> None:
+        self._last_byte_s = self._clock.now_s()
+        if self._call is not None:
+            self._call.resume()
+
+    def _header(self, name: bytes) -> bytes:
+        for key, value in self._headers:
+            if key == name:
+                return value
+        return b""
+
+    def _find_response_id(self, data: bytes) -> None:
+        found = _RESPONSE_ID.search(data)
+        if found:
+            self._response_id = found[1].decode("latin-1")
+
+
+_COLON = ord(":")
+_OWN_HEADERS = frozenset({b"date", b"server", b"content-length", b"x-request-id", b"via"})
+_STREAM_OWN = frozenset({b"cache-control", b"x-accel-buffering"})

@@ -1,0 +1,111 @@
+"""The ledger's sums equal a recomputation after any sequence of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.dispatch.ledger import EngineLedger, Ledger
+from policies.vocabulary import Work
+
+
+@dataclass
+class Counter:
+    output_tokens: int = 0
+
+
+def work(number: int, *, class_name: str = "interactive", prompt_tokens: int = 10, sequences: int = 1) -> Work:
+    return Work(
+        id=f"w{number}",
+        class_name=class_name,
+        tenant="t",
+        model="m",
+        path="/v1/completions",
+        accepted_s=0.0,
+        rank=0.0,
+        prompt_tokens=prompt_tokens,
+        sequences=sequences,
+    )
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "first", "grow", "refresh", "remove"]),
+        st.integers(0, 7),
+        st.integers(0, 5000),
+        st.integers(1, 4),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS)
+def test_sums_equal_a_recomputation_after_any_sequence_of_events(events: list[tuple[str, int, int, int]]) -> None:
+    ledger = EngineLedger()
+    counters: dict[int, Counter] = {}
+
+    for event, number, tokens, sequences in events:
+        key = (f"w{number}", 1)
+        if event == "add" and key not in ledger.entries:
+            name = "interactive" if number % 2 else "bulk"
+            ledger.add(work(number, class_name=name, prompt_tokens=tokens, sequences=sequences), 1, 1.0)
+            counters[number] = Counter()
+            ledger.attach(*key, counters[number])
+        elif event == "first":
+            ledger.first_token(*key)
+        elif event == "grow" and number in counters:
+            counters[number].output_tokens += tokens
+        elif event == "refresh":
+            ledger.refresh()
+        elif event == "remove":
+            ledger.remove(*key)
+
+    by_class: dict[str, int] = {}
+    for entry in ledger.entries.values():
+        by_class[entry.work.class_name] = by_class.get(entry.work.class_name, 0) + 1
+    assert ledger.in_flight == by_class
+    assert ledger.kv_tokens == sum(entry.kv_tokens for entry in ledger.entries.values())
+    assert ledger.prefill_tokens == sum(entry.prefill_tokens for entry in ledger.entries.values())
+
+
+def test_an_attempt_is_counted_once() -> None:
+    ledger = EngineLedger()
+    ledger.add(work(1), 1, 0.0)
+
+    with pytest.raises(ValueError, match="in the ledger already"):
+        ledger.add(work(1), 1, 0.0)
+
+
+def test_removing_twice_frees_one_place() -> None:
+    ledger = EngineLedger()
+    ledger.add(work(1), 1, 0.0)
+    ledger.add(work(2), 1, 0.0)
+
+    removed = [ledger.remove("w1", 1), ledger.remove("w1", 1)]
+
+    assert removed == [True, False]
+    assert ledger.in_flight == {"interactive": 1}
+
+
+def test_kv_is_counted_in_whole_blocks_of_each_sequence() -> None:
+    ledger = EngineLedger(block_tokens=16)
+    ledger.add(work(1, prompt_tokens=34, sequences=2), 1, 0.0)
+
+    assert ledger.kv_tokens == 2 * 32
+
+
+def test_a_report_sums_by_engine_and_class() -> None:
+    ledger = Ledger()
+    ledger["a"].add(work(1, prompt_tokens=16), 1, 0.0)
+    ledger["a"].add(work(2, prompt_tokens=16), 1, 0.0)
+    ledger["b"].add(work(3, class_name="bulk", prompt_tokens=16), 1, 0.0)
+    ledger["a"].first_token("w1", 1)
+
+    report = ledger.report()
+
+    assert report["a", "interactive"].works == 2
+    assert report["a", "interactive"].prefill_tokens == 16
+    assert report["b", "bulk"].kv_tokens == 16
