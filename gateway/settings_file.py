@@ -1,0 +1,249 @@
+"""From `headrace.yaml`, the environment and flags to one frozen `Settings`; the only reader of all three.
+
+A later source wins: defaults, file, environment, flags. The environment carries only what should not stand in a file
+or a process list: `HEADRACE_REDIS_URL`, `HEADRACE_KEYS_FILE` and `HEADRACE_ENGINE_API_KEY` (for engines that have no
+key of their own). Paths in the file are relative to the file.
+
+The file is checked whole and strictly: every problem at once, each with line, key, value and what was expected. What
+no field alone can tell is checked after that by `check`: engines there and named once, and no listener that others can
+reach without keys. Secrets are shown by nothing here; `describe` is what is printed at start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, create_model
+
+from gateway.addresses import (
+    ENGINE_KINDS,
+    AddressError,
+    check_name,
+    engine_at,
+    mask_url,
+    normalise_url,
+    parse_engine,
+    parse_listen,
+)
+from gateway.logs import FORMATS, LEVELS
+from gateway.settings import EngineSettings, Limits, Settings, Timeouts
+from policies.yaml_source import Finding, load
+
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; the message is one line for the operator."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `headrace serve`. Each one that is absent leaves its setting as the file or the default has it."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings file (headrace.yaml)")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        metavar="[NAME=][KIND+]URL",
+        help=f"an engine; repeatable; kind is one of {', '.join(ENGINE_KINDS)}; replaces the file's list",
+    )
+    parser.add_argument("--listen", metavar="HOST:PORT", help="public listener (127.0.0.1:8080)")
+    parser.add_argument("--admin-listen", metavar="HOST:PORT", help="metrics and admin listener (127.0.0.1:8081)")
+    parser.add_argument("--redis-url", metavar="URL", help="Redis or Valkey; without it a private Valkey is started")
+    parser.add_argument("--policy", dest="policy_file", type=Path, metavar="FILE", help="policy document, hot-reloaded")
+    parser.add_argument("--keys", dest="keys_file", type=Path, metavar="FILE", help="API keys, hashed")
+    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="where the private Valkey keeps its data")
+    parser.add_argument("--mount-path", metavar="PATH", help="prefix of the public listener, e.g. /llm")
+    parser.add_argument("--log-format", choices=FORMATS, help="json, human, or auto by terminal")
+    parser.add_argument("--log-level", choices=tuple(LEVELS))
+    parser.add_argument(
+        "--allow-no-keys", action="store_true", default=None, help="serve beyond loopback without API keys"
+    )
+
+
+def settings_from(args: Namespace, environ: Mapping[str, str]) -> Settings:
+    """Read all sources. Raises SettingsError, or DocumentError with every problem of the file."""
+    settings = Settings() if args.config is None else read_file(args.config, environ)
+    changes: dict[str, Any] = {
+        name: value
+        for name, value in (
+            ("redis_url", environ.get("HEADRACE_REDIS_URL")),
+            ("keys_file", Path(environ["HEADRACE_KEYS_FILE"]) if environ.get("HEADRACE_KEYS_FILE") else None),
+        )
+        if value
+    }
+    for name in ("listen", "admin_listen", "redis_url", "policy_file", "keys_file", "state_dir", "mount_path"):
+        if getattr(args, name) is not None:
+            changes[name] = getattr(args, name)
+    for name in ("log_format", "log_level", "allow_no_keys"):
+        if getattr(args, name) is not None:
+            changes[name] = getattr(args, name)
+    try:
+        if args.engine:
+            changes["engines"] = tuple(parse_engine(text) for text in args.engine)
+        settings = dataclasses.replace(settings, **changes)
+        return check(_with_default_key(settings, environ.get("HEADRACE_ENGINE_API_KEY")))
+    except AddressError as error:
+        raise SettingsError(str(error)) from None
+
+
+def read_file(path: Path, environ: Mapping[str, str]) -> Settings:
+    """Read a settings file alone. Raises SettingsError or DocumentError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise SettingsError(f"settings file {path}: cannot be read ({reason}); give --config a readable file") from None
+    document = load(text, SettingsDocument, str(path), check=lambda found: _missing_keys(found, environ))
+    values = {name: getattr(document, name) for name in document.model_fields_set}
+    for name in ("policy_file", "keys_file", "state_dir"):
+        if values.get(name) is not None:
+            values[name] = path.parent / values[name]
+    if "engines" in values:
+        values["engines"] = tuple(_engine(entry, environ) for entry in document.engines)
+    if values.get("redis_url") is not None:
+        values["redis_url"] = cast("SecretStr", values["redis_url"]).get_secret_value()
+    for name, section in (("timeouts", Timeouts), ("limits", Limits)):
+        if name in values:
+            values[name] = section(**cast("BaseModel", values[name]).model_dump())
+    if "aliases" in values:
+        values["aliases"] = tuple(values["aliases"].items())
+    return Settings(**values)
+
+
+def check(settings: Settings) -> Settings:
+    """The settings in their one form, if they can be served. Raises SettingsError or AddressError."""
+    listen, admin_listen = parse_listen(settings.listen), parse_listen(settings.admin_listen)
+    if not settings.engines:
+        raise SettingsError("engines: none given; add --engine http://HOST:PORT, or an engines list to --config FILE")
+    names = [engine.name for engine in settings.engines]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"engine name {name!r}: given {names.count(name)} times; give each --engine its NAME=")
+    for setting, address, keyed in (
+        ("listen", listen, settings.keys_file is not None),
+        ("admin_listen", admin_listen, False),
+    ):
+        if not (address.loopback or keyed or settings.allow_no_keys):
+            raise SettingsError(
+                f"{setting} {address}: others can reach it and it asks for no key; "
+                + ("give --keys FILE, or " if setting == "listen" else "keep it on 127.0.0.1, or ")
+                + "say --allow-no-keys where the network is yours alone"
+            )
+    if settings.redis_url is not None and settings.redis_url.partition("://")[0] not in REDIS_SCHEMES:
+        raise SettingsError(
+            f"redis_url {mask_url(settings.redis_url)!r}: expected redis://, rediss:// or unix://;"
+            " correct it, or leave it out for a private Valkey"
+        )
+    mount_path = "/" + settings.mount_path.strip("/") if settings.mount_path.strip("/") else ""
+    return dataclasses.replace(settings, listen=str(listen), admin_listen=str(admin_listen), mount_path=mount_path)
+
+
+def describe(settings: Settings) -> dict[str, object]:
+    """What is printed at start: everything that differs from the defaults, and never a secret."""
+    shown: dict[str, object] = {}
+    defaults = Settings()
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value != getattr(defaults, field.name) or field.name in {"listen", "admin_listen"}:
+            shown[field.name] = _shown(field.name, value)
+    return shown
+
+
+def _shown(name: str, value: Any) -> object:
+    if name == "engines":
+        return [f"{engine.name}={engine.kind}+{engine.url}" for engine in value]
+    if name == "redis_url":
+        return mask_url(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _with_default_key(settings: Settings, api_key: str | None) -> Settings:
+    if not api_key:
+        return settings
+    keyed = tuple(
+        engine if engine.api_key is not None else dataclasses.replace(engine, api_key=api_key)
+        for engine in settings.engines
+    )
+    return dataclasses.replace(settings, engines=keyed)
+
+
+def _engine(entry: EngineEntry, environ: Mapping[str, str]) -> EngineSettings:
+    api_key = entry.api_key.get_secret_value() if entry.api_key is not None else None
+    if entry.api_key_env is not None:
+        api_key = environ[entry.api_key_env]
+    return engine_at(entry.url, name=entry.name, kind=entry.kind, api_key=api_key, pool=entry.pool)
+
+
+def _missing_keys(document: SettingsDocument, environ: Mapping[str, str]) -> Iterator[Finding]:
+    for index, entry in enumerate(document.engines):
+        name = entry.api_key_env
+        if name is not None and not environ.get(name):
+            yield ("engines", index, "api_key_env"), name, "that environment variable is empty; set it before the start"
+
+
+# The file's schema. Fields of the frozen settings that an operator writes as plain numbers are taken over by name, so
+# that a new time-out or bound is a key of the file at once.
+
+
+ListenText = Annotated[str, AfterValidator(lambda text: str(parse_listen(text)))]
+EngineUrl = Annotated[str, AfterValidator(normalise_url), Field(repr=False)]
+EngineName = Annotated[str, AfterValidator(check_name)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(gt=0)]
+
+_STRICT = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+def _section(name: str, settings: type[Timeouts | Limits]) -> type[BaseModel]:
+    fields: dict[str, Any] = {
+        field.name: (Positive if isinstance(field.default, float) else PositiveInt, field.default)
+        for field in dataclasses.fields(settings)
+    }
+    return create_model(name, __config__=_STRICT, **fields)
+
+
+class EngineEntry(BaseModel):
+    """One item of `engines`."""
+
+    model_config = _STRICT
+
+    url: EngineUrl
+    name: EngineName | None = None
+    kind: Literal["auto", "vllm", "tgi", "sglang", "llamacpp", "openai"] = "auto"
+    api_key: SecretStr | None = None
+    api_key_env: str | None = None
+    pool: str = "default"
+
+
+TimeoutsSection = _section("TimeoutsSection", Timeouts)
+LimitsSection = _section("LimitsSection", Limits)
+
+
+class SettingsDocument(BaseModel):
+    """The whole of `headrace.yaml`; names and meanings are those of `gateway.settings.Settings`."""
+
+    model_config = _STRICT
+
+    listen: ListenText = "127.0.0.1:8080"
+    admin_listen: ListenText = "127.0.0.1:8081"
+    redis_url: SecretStr | None = None
+    state_dir: Path = Path(".headrace")
+    engines: list[EngineEntry] = Field(default_factory=list)
+    policy_file: Path | None = None
+    keys_file: Path | None = None
+    tgi_default_model: str | None = None
+    mount_path: str = ""
+    aliases: dict[str, str] = Field(default_factory=dict)
+    trust_forwarded: bool = False
+    cors_origins: tuple[str, ...] = ("*",)
+    allow_no_keys: bool = False
+    poll_s: Positive = 0.5
+    timeouts: TimeoutsSection = TimeoutsSection()  # type: ignore[valid-type]
+    limits: LimitsSection = LimitsSection()  # type: ignore[valid-type]
+    log_format: Literal["auto", "json", "human"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
