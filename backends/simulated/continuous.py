@@ -1,0 +1,272 @@
+"""Continuous batching as vLLM's V1 scheduler does it: chunked prefill, paged KV, preemption by recomputing.
+
+Each step has a budget of tokens. Running sequences come first, one token each and the rest of a prefill that did not
+fit before; what is left of the budget admits waiting sequences, head of the line only, while there are seats and free
+blocks for their whole prompt. When a running sequence needs a block and none is free, a victim loses all its KV and
+waits again: the newest (policy fcfs), or the one with the worst priority, newest among equals (policy priority). In a
+step that preempted nobody is admitted.
+
+Two facts keep it cheap. A prefill is cut only by the end of the budget, so at most one sequence is ever part way
+through, and it is the newest. And all others are decoding, so `DecodeBatch` knows them by sums.
+
+One block is reserved, as in vLLM. Where vLLM ends the round when a sequence has preempted itself, here the ones
+behind it still take part in the step; the difference is one step's delay for them, under the priority policy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from backends.simulated.scheduler import Chunk, Plan, Totals
+from backends.simulated.seats import Seats
+from backends.simulated.sequence import Event, EventKind, Sequence, SequenceState
+from backends.simulated.waiting import ArrivalQueue, PriorityQueue, WaitingQueue
+
+
+class SchedulingPolicy(StrEnum):
+    """Order of waiting and choice of victims."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuousLimits:
+    """What vLLM is started with.
+
+    kv_tokens               KV memory in tokens, the reserved block included
+    max_num_seqs            seats
+    max_num_batched_tokens  budget of one step, >= max_num_seqs
+    max_model_len           longest prompt plus answer; must fit the KV memory alone
+    reserve_full_prompt     admit only when the whole prompt fits, not just its first chunk (vLLM's default)
+    """
+
+    kv_tokens: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192
+    block_tokens: int = 16
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    reserve_full_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_seqs, self.block_tokens, self.max_model_len) < 1:
+            raise ValueError("max_num_seqs, block_tokens and max_model_len: must be >= 1; fix the engine's options")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens}: must be >= max_num_seqs {self.max_num_seqs}; "
+                "raise it or lower max_num_seqs"
+            )
+        if self.usable_blocks * self.block_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_model_len {self.max_model_len}: one sequence of this length needs more than the "
+                f"{self.usable_blocks} usable blocks of {self.block_tokens}; lower it or raise kv_tokens"
+            )
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that sequences can hold."""
+        return self.kv_tokens // self.block_tokens - 1
+
+
+class ContinuousScheduler(Seats):
+    """See the module header."""
+
+    def __init__(self, limits: ContinuousLimits, totals: Totals) -> None:
+        super().__init__(totals, block_tokens=limits.block_tokens)
+        self.limits = limits
+        self._free_blocks = limits.usable_blocks
+        self._prefilling: Sequence | None = None
+        self._queue: WaitingQueue = (
+            PriorityQueue() if limits.scheduling_policy is SchedulingPolicy.PRIORITY else ArrivalQueue()
+        )
+        self._arrivals = 0
+
+    @property
+    def decoding(self) -> int:
+        return self._batch.size
+
+    @property
+    def context_tokens(self) -> int:
+        return self._batch.context_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return self._free_blocks
+
+    @property
+    def kv_used_fraction(self) -> float:
+        return 1 - self._free_blocks / self.limits.usable_blocks
+
+    def check(self, sequence: Sequence) -> None:
+        if sequence.prompt_tokens >= self.limits.max_model_len:
+            raise ValueError(
+                f"prompt_tokens {sequence.prompt_tokens}: must be < max_model_len {self.limits.max_model_len}; "
+                "shorten the prompt"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.output_tokens = min(sequence.output_tokens, self.limits.max_model_len - sequence.prompt_tokens)
+        self._arrivals += 1
+        sequence.number = self._arrivals
+        self._waiting += 1
+        self._queue.push(sequence)
+
+    # A step ---------------------------------------------------------------------------------------------------
+
+    def plan(self, now_s: float, events: list[Event]) -> Plan:
+        preempted = self._claim_decode_blocks(now_s, events)
+        budget = self.limits.max_num_batched_tokens - self._batch.size
+        chunks: list[Chunk] = []
+        tail = self._prefilling
+        if tail is not None and budget > 0:
+            chunk = min(tail.prefill_target_tokens - tail.kv_tokens, budget)
+            need = self._blocks(tail.kv_tokens + chunk) - self._blocks(tail.kv_tokens)
+            claimed, victims = self._claim(tail, need, None, now_s, events)
+            preempted |= victims
+            if claimed:
+                chunks.append(Chunk(tail, chunk, tail.kv_tokens))
+                budget -= chunk
+        if not preempted:
+            self._admit(chunks, budget, now_s)
+        return Plan(tuple(chunks), decodes=True)
+
+    def commit(self, plan: Plan, now_s: float, events: list[Event]) -> None:
+        self._totals.generation_tokens += self._batch.size
+        self._finish(self._batch.run(1), now_s, events)
+        for sequence, tokens, before in plan.chunks:
+            sequence.hold_kv(before + tokens)
+            done = before + tokens == sequence.prefill_target_tokens
+            self._prefilling = None if done else sequence
+            if done:
+                self._end_prefill(sequence, now_s, events)
+
+    def steady_steps(self) -> int:
+        if self._prefilling is not None or not self._batch.size:
+            return 0
+        steps = min(self._batch.steps_to_end(), self._batch.steps_within_blocks(self._free_blocks))
+        return 0 if steps and self._head_fits(self._free_blocks - self._batch.blocks_over(1)) else steps
+
+    def run_steady(self, steps: int, now_s: float, events: list[Event]) -> None:
+        self._free_blocks -= self._batch.blocks_over(steps)
+        self._totals.generation_tokens += steps * self._batch.size
+        self._finish(self._batch.run(steps), now_s, events)
+
+    # Admission ------------------------------------------------------------------------------------------------
+
+    def _head_fits(self, free_blocks: int) -> bool:
+        head = self._queue.head()
+        if head is None or len(self._running) >= self.limits.max_num_seqs:
+            return False
+        budget = self.limits.max_num_batched_tokens - self._batch.size
+        return budget > 0 and self._blocks_to_admit(head, budget) <= free_blocks
+
+    def _blocks_to_admit(self, head: Sequence, budget: int) -> int:
+        target = head.prefill_target_tokens
+        if self.limits.reserve_full_prompt:
+            return self._blocks(target)
+        return self._blocks(min(target, self._cached(head) + budget))
+
+    def _admit(self, chunks: list[Chunk], budget: int, now_s: float) -> None:
+        while budget > 0 and len(self._running) < self.limits.max_num_seqs and (head := self._queue.head()):
+            if self._blocks_to_admit(head, budget) > self._free_blocks:
+                break
+            self._seat(self._queue.pop(), now_s)
+            cached = self._cached(head)
+            chunk = min(head.prefill_target_tokens - cached, budget)
+            self._free_blocks -= self._blocks(cached + chunk)
+            budget -= chunk
+            head.hold_kv(cached)
+            if head.preemptions == 0:
+                self._totals.cached_prompt_tokens += cached
+            chunks.append(Chunk(head, chunk, cached))
+
+    def _cached(self, sequence: Sequence) -> int:
+        """Prompt tokens found in the prefix cache: whole blocks, and never all of the prompt."""
+        cached = min(sequence.cached_prompt_tokens, sequence.prompt_tokens - 1)
+        return cached - cached % self.limits.block_tokens
+
+    # Memory ---------------------------------------------------------------------------------------------------
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_tokens)
+
+    def _crosses(self, sequence: Sequence) -> bool:
+        """True when its next token needs a new block."""
+        return sequence.decoding and sequence.kv_tokens % self.limits.block_tokens == 0
+
+    def _claim_decode_blocks(self, now_s: float, events: list[Event]) -> bool:
+        """Take the blocks that this step's decoding needs; True when somebody had to give way.
+
+        Constant work while blocks last; else the running set is walked, oldest first, as vLLM does.
+        """
+        need = self._batch.blocks_over(1)
+        if need <= self._free_blocks:
+            self._free_blocks -= need
+            return False
+        preempted = False
+        served: set[Sequence] = set()
+        for sequence in list(self._running):
+            if self._crosses(sequence):
+                claimed, victims = self._claim(sequence, 1, served, now_s, events)
+                preempted |= victims
+                if claimed:
+                    served.add(sequence)
+        return preempted
+
+    def _claim(
+        self,
+        sequence: Sequence,
+        blocks: int,
+        served: set[Sequence] | None,
+        now_s: float,
+        events: list[Event],
+    ) -> tuple[bool, bool]:
+        """Take blocks for a running sequence, preempting until there are enough: (taken, somebody was preempted).
+
+        served  the decoding ones that have taken their blocks of this step, which a victim gives back too; None: all
+        """
+        preempted = False
+        while self._free_blocks < blocks:
+            victim = self._victim()
+            if self._crosses(victim) and (served is None or victim in served):
+                self._free_blocks += 1
+            self._preempt(victim, now_s, events)
+            preempted = True
+            if victim is sequence:
+                return False, True
+        self._free_blocks -= blocks
+        return True, preempted
+
+    def _victim(self) -> Sequence:
+        if self.limits.scheduling_policy is SchedulingPolicy.PRIORITY:
+            return max(self._running, key=lambda sequence: (sequence.priority, sequence.arrival_s, sequence.number))
+        return next(reversed(self._running))
+
+    def _preempt(self, sequence: Sequence, now_s: float, events: list[Event]) -> None:
+        self._totals.preemptions += 1
+        self._totals.recomputed_tokens += sequence.kv_tokens
+        sequence.preemptions += 1
+        self._release(sequence)
+        sequence.hold_kv(0)
+        sequence.state = SequenceState.WAITING
+        self._waiting += 1
+        self._queue.push_back_preempted(sequence)
+        events.append(Event(now_s, EventKind.PREEMPTED, sequence))
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take away seat and memory. Between steps, or for one whose block of this step was given back."""
+        del self._running[sequence]
+        self._free_blocks += self._blocks(sequence.kv_tokens)
+        if sequence.decoding:
+            self._batch.leave(sequence)
+        if sequence is self._prefilling:
+            self._prefilling = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<ContinuousScheduler running={self.running} waiting={self.waiting} "
+            f"free_blocks={self._free_blocks}/{self.limits.usable_blocks}>"
+        )

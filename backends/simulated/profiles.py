@@ -1,0 +1,146 @@
+"""Parameters of real engines on real GPUs, each with its source: what a virtual engine is made of.
+
+One JSON file a profile, in `profiles/`. They hold parameters and citations, no measured tables. `load_profile` reads
+one of them by name, or a file of the user's own by path; `build_engine` makes a vLLM-like, a TGI-like or a static
+engine of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from backends.simulated.continuous import ContinuousLimits, ContinuousScheduler, SchedulingPolicy
+from backends.simulated.engine import Engine
+from backends.simulated.reserved import ReservedLimits, ReservedScheduler
+from backends.simulated.scheduler import Totals
+from backends.simulated.static import StaticLimits, StaticScheduler
+from backends.simulated.step_model import PowerModel, StepModel
+
+PROFILES_DIR = Path(__file__).parent / "profiles"
+LONGEST_MODEL_LEN = 131_072
+"""Context length of the Llama 3.1 and Qwen3 models behind the profiles; the KV memory may allow less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One engine: its step model, memory and seats, and where the figures come from.
+
+    kind     how well it is known: "measured+validated", "component-measured", ...
+    source   repository, commit, licence and files of the figures
+    power_model None where no power was measured
+    """
+
+    name: str
+    model: str
+    gpu: str
+    step_model: StepModel
+    kv_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kind: str
+    source: str
+    power_model: PowerModel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What may be set on top of a profile; None keeps the profile's own.
+
+    max_model_len   None: the model's context length, or what the KV memory allows
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_tokens: int | None = None
+    max_model_len: int | None = None
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    block_tokens: int = 16
+
+
+def profile_names() -> list[str]:
+    """Names of the shipped profiles."""
+    return sorted(path.stem for path in PROFILES_DIR.glob("*.json"))
+
+
+def load_profile(name: str) -> Profile:
+    """Read a shipped profile by name, or any profile file by its path (ending in .json).
+
+    Raises ValueError naming the nearest profile, or the field that is wrong.
+    """
+    path = Path(name) if name.endswith(".json") else PROFILES_DIR / f"{name}.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        nearest = get_close_matches(name, profile_names(), 1) or profile_names()[:1]
+        raise ValueError(f"profile {name!r}: not found; did you mean {nearest[0]!r}?") from error
+    except ValueError as error:
+        raise ValueError(f"profile {name!r}: not JSON ({error}); fix the file") from error
+    try:
+        return _profile(path.stem, document)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"profile {name!r}: field {error} is missing or wrong; compare with a shipped one") from error
+
+
+def build_engine(profile: Profile, options: EngineOptions | None = None) -> Engine:
+    """A vLLM-like engine: continuous batching, paged KV, preemption by recomputing."""
+    options = options or EngineOptions()
+    kv_tokens = options.kv_tokens or profile.kv_tokens
+    seats = options.max_num_seqs or profile.max_num_seqs
+    usable_tokens = (kv_tokens // options.block_tokens - 1) * options.block_tokens
+    limits = ContinuousLimits(
+        kv_tokens=kv_tokens,
+        max_num_seqs=seats,
+        max_num_batched_tokens=options.max_num_batched_tokens or max(profile.max_num_batched_tokens, seats),
+        max_model_len=options.max_model_len or min(LONGEST_MODEL_LEN, usable_tokens),
+        block_tokens=options.block_tokens,
+        scheduling_policy=options.scheduling_policy,
+    )
+    totals = Totals()
+    return Engine(ContinuousScheduler(limits, totals), profile.step_model, totals, power_model=profile.power_model)
+
+
+def build_reserving_engine(profile: Profile, options: EngineOptions | None = None) -> Engine:
+    """A TGI-like engine: prompt + max_new_tokens reserved, nobody preempted."""
+    options = options or EngineOptions()
+    kv_tokens = options.kv_tokens or profile.kv_tokens
+    limits = ReservedLimits(
+        max_batch_total_tokens=kv_tokens,
+        max_batch_prefill_tokens=options.max_num_batched_tokens or profile.max_num_batched_tokens,
+        max_total_tokens=options.max_model_len or min(LONGEST_MODEL_LEN, kv_tokens),
+        max_batch_size=options.max_num_seqs or profile.max_num_seqs,
+    )
+    totals = Totals()
+    return Engine(ReservedScheduler(limits, totals), profile.step_model, totals, power_model=profile.power_model)
+
+
+def build_static_engine(profile: Profile, *, rows: int, kv_tokens: int | None = None) -> Engine:
+    """An engine with static batches of up to `rows` sequences, for comparison."""
+    totals = Totals()
+    scheduler = StaticScheduler(StaticLimits(kv_tokens or profile.kv_tokens, rows), totals)
+    return Engine(scheduler, profile.step_model, totals, power_model=profile.power_model)
+
+
+def _profile(name: str, document: Mapping[str, object]) -> Profile:
+    def numbers(field: str) -> dict[str, float]:
+        section = document[field]
+        if not isinstance(section, dict):
+            raise TypeError(field)
+        return {str(key): float(value) for key, value in section.items()}
+
+    engine = numbers("engine")
+    return Profile(
+        name=name,
+        model=str(document["model"]),
+        gpu=str(document["gpu"]),
+        step_model=StepModel(**numbers("step_ms")),
+        kv_tokens=int(engine["kv_tokens"]),
+        max_num_seqs=int(engine["max_num_seqs"]),
+        max_num_batched_tokens=int(engine["max_num_batched_tokens"]),
+        kind=str(document["kind"]),
+        source=str(document["source"]),
+        power_model=PowerModel(**numbers("power_w")) if "power_w" in document else None,
+    )

@@ -1,0 +1,154 @@
+"""The same engine written the slow and plain way, sequence by sequence and step by step, to hold the fast one against.
+
+It shares no code with the real one but the step formula, which it spells out again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from backends.simulated.continuous import ContinuousLimits, SchedulingPolicy
+from backends.simulated.step_model import StepModel
+
+
+@dataclass(eq=False)
+class NaiveSequence:
+    number: int
+    prompt: int
+    output: int
+    priority: int
+    arrival_s: float
+    abort_s: float = math.inf
+    kv: int = 0
+    blocks: int = 0
+    generated: int = 0
+    prefilled: bool = False
+    first_s: float = math.nan
+    end_s: float = math.nan
+    preemptions: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.generated
+
+    @property
+    def urgency(self) -> tuple[int, float, int]:
+        return (self.priority, self.arrival_s, self.number)
+
+
+@dataclass
+class NaiveEngine:
+    limits: ContinuousLimits
+    model: StepModel
+    running: list[NaiveSequence] = field(default_factory=list)
+    waiting: list[NaiveSequence] = field(default_factory=list)
+    steps: int = 0
+    preemptions: int = 0
+    recomputed: int = 0
+
+    def run(self, arrivals: list[NaiveSequence]) -> None:
+        """Play all arrivals (in order of arrival_s) to their ends."""
+        coming = list(arrivals)
+        leaving = sorted((one for one in arrivals if one.abort_s < math.inf), key=lambda one: one.abort_s)
+        clock_s = 0.0
+        while coming or self.waiting or self.running:
+            while coming and coming[0].arrival_s <= clock_s:
+                self.waiting.append(coming.pop(0))
+            while leaving and leaving[0].abort_s <= clock_s:
+                self._drop(leaving.pop(0), coming)
+            if not self.running and not self.waiting:
+                clock_s = min(
+                    [one.arrival_s for one in coming[:1]] + [one.abort_s for one in leaving[:1]], default=clock_s
+                )
+                if not coming and not leaving:
+                    return
+                continue
+            clock_s = self._step(clock_s)
+
+    def _drop(self, one: NaiveSequence, coming: list[NaiveSequence]) -> None:
+        for place in (self.running, self.waiting, coming):
+            if one in place:
+                place.remove(one)
+        one.blocks = 0
+
+    def _free(self) -> int:
+        return self.limits.usable_blocks - sum(one.blocks for one in self.running)
+
+    def _need(self, tokens: int) -> int:
+        return math.ceil(tokens / self.limits.block_tokens)
+
+    def _preempt(self) -> NaiveSequence:
+        if self.limits.scheduling_policy is SchedulingPolicy.PRIORITY:
+            victim = max(self.running, key=lambda one: one.urgency)
+        else:
+            victim = self.running[-1]
+        self.running.remove(victim)
+        self.preemptions += 1
+        self.recomputed += victim.kv
+        victim.preemptions += 1
+        victim.kv = victim.blocks = 0
+        victim.prefilled = False
+        self.waiting.insert(0, victim)
+        return victim
+
+    def _step(self, clock_s: float) -> float:
+        if self.limits.scheduling_policy is SchedulingPolicy.PRIORITY:
+            self.waiting.sort(key=lambda one: one.urgency)
+        budget = self.limits.max_num_batched_tokens
+        work: dict[NaiveSequence, int] = {}
+        preempted = False
+        for one in list(self.running):
+            if one not in self.running:
+                continue
+            tokens = min(one.tokens - one.kv, budget)
+            if tokens == 0:
+                continue
+            while self._need(one.kv + tokens) - one.blocks > self._free():
+                victim = self._preempt()
+                preempted = True
+                budget += work.pop(victim, 0)
+                if victim is one:
+                    break
+            if one in self.running:
+                one.blocks = self._need(one.kv + tokens)
+                work[one] = tokens
+                budget -= tokens
+        if self.limits.scheduling_policy is SchedulingPolicy.PRIORITY:
+            self.waiting.sort(key=lambda one: one.urgency)
+        while not preempted and self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            head = self.waiting[0]
+            tokens = min(head.tokens, budget)
+            fit = head.tokens if self.limits.reserve_full_prompt else tokens
+            if self._need(fit) > self._free():
+                break
+            self.waiting.pop(0)
+            self.running.append(head)
+            head.blocks = self._need(tokens)
+            work[head] = tokens
+            budget -= tokens
+        end_s = clock_s + self._duration_s(work)
+        self.steps += 1
+        for one, tokens in work.items():
+            one.kv += tokens
+            if one.kv < one.tokens:
+                continue
+            one.generated += 1
+            one.prefilled = True
+            if one.generated == 1:
+                one.first_s = end_s
+            if one.generated == one.output:
+                one.end_s = end_s
+                one.blocks = 0
+                self.running.remove(one)
+        return end_s
+
+    def _duration_s(self, work: dict[NaiveSequence, int]) -> float:
+        m = self.model
+        decoding = [one for one in work if one.prefilled]
+        chunks = [(work[one], one.kv) for one in work if one not in decoding]
+        n = len(decoding) + sum(tokens for tokens, _ in chunks)
+        context = sum(one.kv for one in decoding)
+        attention = sum(tokens * (before + tokens / 2) for tokens, before in chunks)
+        step_ms = max(m.a + m.b * n, m.d + m.e * n) + m.c * context + m.f * attention + m.h0 + m.h1 * len(decoding)
+        return step_ms / 1000
