@@ -65,6 +65,9 @@ _CREDENTIALS = re.compile(
 
 Event = MutableMapping[str, Any]
 
+Log = FilteringBoundLogger
+"""What is handed down: `log.info("engine up", engine=name)`, `log.bind(request_id=...)`."""
+
 
 class Logs:
     """The process's log stream. Owns one writer thread; `close` ends it after what was written is out."""
@@ -83,7 +86,7 @@ class Logs:
         self._wall = wall
         self._repeats = _Repeats(monotonic)
         self._stdlib: _StdlibHandler | None = None
-        self.log: FilteringBoundLogger = structlog.wrap_logger(
+        self.log: Log = structlog.wrap_logger(
             self._writer,
             processors=[self._finish],
             wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
@@ -210,7 +213,7 @@ class _Writer:
 class _StdlibHandler(logging.Handler):
     """Carries a record of `logging` over, its arguments formatted, its exception scrubbed like ours."""
 
-    def __init__(self, log: FilteringBoundLogger) -> None:
+    def __init__(self, log: Log) -> None:
         super().__init__()
         self._log = log
 

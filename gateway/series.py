@@ -157,7 +157,7 @@ class Gauge:
 class Histogram:
     """All series of one histogram."""
 
-    __slots__ = ("_bounds", "_bound_texts", "children", "instrument")
+    __slots__ = ("_bound_texts", "_bounds", "children", "instrument")
 
     def __init__(self, instrument: Instrument, *, top: float = 0.0) -> None:
         """top: the largest value that must be told from a larger one; bounds are doubled until one reaches it."""

