@@ -1,0 +1,1 @@
+"""The side door for operators: metrics, health and status, on a listener of its own."""
