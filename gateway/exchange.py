@@ -106,6 +106,7 @@ class Exchange:
     downstream: Downstream
     accepted_s: float
     key_id: str = ""
+    max_class: str = ""
     rule_headers: dict[str, str] = field(default_factory=dict)
     read_timeout_s: float | None = None
     response_headers: list[tuple[str, str]] = field(default_factory=list)

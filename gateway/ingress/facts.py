@@ -1,0 +1,157 @@
+"""What the gateway reads of a body, and nothing more: `Facts` for classifying, queueing and sizing.
+
+The body is parsed once, by orjson (depth bounded at 1,024, strict UTF-8, no NaN). What is no JSON object, or names no
+model, is refused here. Every other oddity is the engine's to judge: a field of a strange type counts as absent and
+passes unread, so that a new API field never breaks.
+
+Token counts are estimates: a quarter of the text's UTF-8 bytes, the length of lists of token ids, a flat number for an
+image or a sound.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import orjson
+
+from gateway.errors import Refusal
+from gateway.exchange import Facts
+
+MODEL_MAX_CHARS = 256
+BYTES_PER_TOKEN = 4
+MEDIA_TOKENS = 1_024
+SEQUENCES_MAX = 4_096
+
+_PROMPT_FIELDS = (
+    "messages",
+    "prompt",
+    "input",
+    "inputs",
+    "system",
+    "instructions",
+    "tools",
+    "query",
+    "queries",
+    "documents",
+    "texts",
+    "text_1",
+    "text_2",
+)
+_LIST_FIELDS = ("prompt", "inputs", "documents", "texts", "text_2")
+_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
+_MEDIA_KEYS = frozenset({"image_url", "input_audio", "video_url", "audio_url", "image", "source", "file_data"})
+
+_Object = dict[str, object]
+
+
+def read_json(
+    body: bytes,
+    *,
+    path: str,
+    always_stream: bool = False,
+    default_model: str | None = None,
+    model_required: bool = True,
+) -> Facts:
+    """The facts of a JSON body. Raises a 400 Refusal when it is no object or names no usable model.
+
+    default_model    taken when the body names none
+    model_required   False: a body without a model is fine even without a default; model is then ""
+    """
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise _bad_request(f"body is not valid JSON: {error.msg} at byte {error.pos}; send one JSON object") from None
+    if not isinstance(document, dict):
+        raise _bad_request(f"body is a JSON {_KINDS.get(type(document), 'value')}: expected an object")
+    fields = cast("_Object", document)
+    options = fields.get("stream_options")
+    parameters = fields.get("parameters")
+    tier = fields.get("service_tier")
+    previous = fields.get("previous_response_id")
+    return Facts(
+        model=_model(fields, default_model, required=model_required),
+        stream=always_stream or fields.get("stream") is True,
+        wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        prompt_tokens=_prompt_tokens(fields),
+        max_tokens=_limit(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {}),
+        sequences=_sequences(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {}, path),
+        service_tier=tier if isinstance(tier, str) else "",
+        previous_response_id=previous if isinstance(previous, str) else None,
+    )
+
+
+def checked_model(model: object) -> str:
+    """A model name that may go into labels and keys. Raises a 400 Refusal."""
+    if not isinstance(model, str):
+        raise _bad_model(f"model is a JSON {_KINDS.get(type(model), 'value')}: expected a string")
+    if not model or len(model) > MODEL_MAX_CHARS:
+        raise _bad_model(f"model has {len(model)} characters: expected 1 to {MODEL_MAX_CHARS}")
+    return model
+
+
+def _model(fields: _Object, default_model: str | None, *, required: bool) -> str:
+    model = fields.get("model")
+    if model is None:
+        if default_model is not None:
+            return default_model
+        if not required:
+            return ""
+        raise _bad_model("model is missing: expected the name of a served model; GET /v1/models lists them")
+    return checked_model(model)
+
+
+def _prompt_tokens(fields: _Object) -> int:
+    """Estimate over all prompts. Iterative: the body's nesting is the client's choice."""
+    text_bytes = tokens = 0
+    waiting = [fields[name] for name in _PROMPT_FIELDS if name in fields]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            text_bytes += len(value) if value.isascii() else len(value.encode())
+        elif isinstance(value, list):
+            if value and type(value[0]) is int:
+                tokens += len(value)
+            else:
+                waiting.extend(value)
+        elif isinstance(value, dict):
+            if _MEDIA_KEYS.isdisjoint(value):
+                waiting.extend(value.values())
+            else:
+                tokens += MEDIA_TOKENS
+                waiting.extend(part for key, part in value.items() if key not in _MEDIA_KEYS)
+    return tokens + (text_bytes + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN
+
+
+def _limit(fields: _Object, parameters: _Object) -> int | None:
+    """The output limit per sequence, by whichever name; null is absent, nonsense is the engine's to refuse."""
+    for name in _LIMIT_FIELDS:
+        for source in (fields, parameters):
+            value = source.get(name)
+            if type(value) is int and value > 0:
+                return value
+    return None
+
+
+def _sequences(fields: _Object, parameters: _Object, path: str) -> int:
+    """Prompts x n, bounded: an absurd n is the engine's to refuse, not a reason to wait for ever."""
+    prompts = 1
+    for name in _LIST_FIELDS if path != "/v1/embeddings" else (*_LIST_FIELDS, "input"):
+        value = fields.get(name)
+        if isinstance(value, list) and value and type(value[0]) is not int and not isinstance(value[0], dict):
+            prompts = max(prompts, len(value))
+    copies = 1
+    for value in (fields.get("n"), fields.get("best_of"), parameters.get("best_of")):
+        if type(value) is int:
+            copies = max(copies, value)
+    return min(prompts * copies, SEQUENCES_MAX)
+
+
+_KINDS = {list: "array", dict: "object", str: "string", bool: "boolean", int: "number", float: "number"}
+
+
+def _bad_request(message: str) -> Refusal:
+    return Refusal(400, message, reason="invalid_body")
+
+
+def _bad_model(message: str) -> Refusal:
+    return Refusal(400, message, reason="invalid_model", param="model")

@@ -1,0 +1,161 @@
+"""What the public listener serves: one table from a normalised path to who answers it and in which dialect.
+
+A path is normalised once, before anything looks at it: the mount prefix goes, doubled and trailing slashes go, escapes
+of unreserved characters are undone (`%63hat` is `chat`, `%2F` stays). Nothing is ever redirected: a redirected POST
+loses its body or its key. Every POST of work takes the same code path, so headers, keys and bounds are treated alike;
+a `/v1/` path that is not listed goes to an engine that speaks it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import quote, unquote
+
+from gateway.errors import Dialect, Refusal
+
+
+class Answerer(StrEnum):
+    """Who answers a route."""
+
+    ENGINE = "engine"
+    STORED = "stored"
+    MODELS = "models"
+    MODEL = "model"
+    INFO = "info"
+    HEALTH = "health"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One row.
+
+    methods        allowed ones besides OPTIONS
+    always_stream  the path itself asks for server-sent events
+    model_optional a body without a model goes to the configured default (TGI names none)
+    """
+
+    answerer: Answerer
+    methods: tuple[str, ...]
+    dialect: Dialect = Dialect.OPENAI
+    always_stream: bool = False
+    model_optional: bool = False
+
+    @property
+    def allow(self) -> str:
+        """Value of the Allow field."""
+        return ", ".join((*self.methods, "OPTIONS"))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A request target taken apart: normalised path, and the query as the client sent it, less credentials."""
+
+    path: str
+    query: str
+
+    @property
+    def line(self) -> bytes:
+        """What goes on the request line to an engine."""
+        return (f"{self.path}?{self.query}" if self.query else self.path).encode("ascii")
+
+
+def parse_target(raw: str, mount_path: str) -> Target:
+    """Take a request line's target apart and normalise its path. Raises a 404 Refusal for what can be no path of ours.
+
+    raw         origin-form or absolute-form, as received
+    mount_path  "" or a prefix such as "/llm"
+    """
+    if not raw.startswith("/"):
+        _, _, rest = raw.partition("://")
+        raw = rest[rest.find("/") :] if "/" in rest else "/"
+    path, _, query = raw.partition("#")[0].partition("?")
+    path = _normalise(path)
+    if mount_path:
+        mount = "/" + mount_path.strip("/")
+        if path == mount or path.startswith(mount + "/"):
+            path = path[len(mount) :] or "/"
+        elif path not in _EVERYWHERE:
+            raise _no_such_path(path, f"the gateway is mounted under {mount}")
+    if not query.isascii():
+        query = quote(query, safe=_QUERY_SAFE, errors="surrogateescape")
+    return Target(path, _CREDENTIAL_PARAMETERS.sub("", query).strip("&") if query else "")
+
+
+def find(path: str) -> Route:
+    """The route of a normalised path. Raises a 404 Refusal."""
+    route = _EXACT.get(path)
+    if route is not None:
+        return route
+    if path.startswith("/v1/v1/") or path == "/v1/v1":
+        raise _no_such_path(path, "the base URL ends with /v1 already; use it once")
+    if f"{path}/".startswith(_STATEFUL):
+        raise _no_such_path(path, "files and batches are not kept by this gateway")
+    for prefix, prefixed in _PREFIXES:
+        if path.startswith(prefix):
+            return prefixed
+    raise _no_such_path(path, "see the documentation for the routes served")
+
+
+def last_segments(path: str, prefix: str) -> str:
+    """What follows a prefix, escapes undone: a model id may hold slashes, escaped or not."""
+    return unquote(path.removeprefix(prefix))
+
+
+_POST = ("POST",)
+_GET = ("GET", "HEAD")
+_OPENAI = Route(Answerer.ENGINE, _POST)
+_EXACT = {
+    "/": Route(Answerer.ENGINE, _POST, Dialect.TGI, model_optional=True),
+    "/generate": Route(Answerer.ENGINE, _POST, Dialect.TGI, model_optional=True),
+    "/generate_stream": Route(Answerer.ENGINE, _POST, Dialect.TGI, always_stream=True, model_optional=True),
+    "/info": Route(Answerer.INFO, _GET, Dialect.TGI),
+    "/health": Route(Answerer.HEALTH, _GET),
+    "/ping": Route(Answerer.HEALTH, _GET),
+    "/v1/models": Route(Answerer.MODELS, _GET),
+    "/v1/responses": Route(Answerer.ENGINE, _POST, Dialect.RESPONSES),
+    "/v1/messages": Route(Answerer.ENGINE, _POST, Dialect.MESSAGES),
+    "/v1/messages/count_tokens": Route(Answerer.ENGINE, _POST, Dialect.MESSAGES),
+    "/rerank": _OPENAI,
+    "/v2/rerank": _OPENAI,
+    "/score": _OPENAI,
+    "/pooling": _OPENAI,
+    "/classify": _OPENAI,
+    "/tokenize": Route(Answerer.ENGINE, _POST, model_optional=True),
+    "/detokenize": Route(Answerer.ENGINE, _POST, model_optional=True),
+}
+_PREFIXES = (
+    ("/v1/models/", Route(Answerer.MODEL, _GET)),
+    ("/v1/responses/", Route(Answerer.STORED, ("GET", "POST", "DELETE"), Dialect.RESPONSES)),
+    ("/v1/", _OPENAI),
+)
+_STATEFUL = ("/v1/files/", "/v1/batches/", "/v1/uploads/", "/v1/fine_tuning/", "/v1/metrics/", "/v1/admin/")
+_EVERYWHERE = frozenset({"/health", "/ping"})
+_SLASHES = re.compile(r"/{2,}")
+_ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
+_UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+_PATH = re.compile(r"/[A-Za-z0-9\-._~!$&'()*+,;=:@/%]*")
+_QUERY_SAFE = "!$&'()*+,;=:@/?%-._~"
+_CREDENTIAL_PARAMETERS = re.compile(r"(?:(?<=^)|(?<=&))(?:api[-_]?key|key|access_token|token)=[^&]*&?", re.IGNORECASE)
+
+
+def _normalise(path: str) -> str:
+    if "%" in path:
+        path = _ESCAPE.sub(_undo_unreserved, path)
+    path = _SLASHES.sub("/", path)
+    if len(path) > 1:
+        path = path.rstrip("/")
+    if not _PATH.fullmatch(path) or "%00" in path or "/./" in f"{path}/" or "/../" in f"{path}/":
+        raise _no_such_path("", "it must be plain ASCII without dot segments")
+    return path
+
+
+def _undo_unreserved(escape: re.Match[str]) -> str:
+    character = chr(int(escape[1], 16))
+    return character if character in _UNRESERVED else escape[0].upper()
+
+
+def _no_such_path(path: str, hint: str) -> Refusal:
+    shown = f" {path[:100]}" if path else ""
+    return Refusal(404, f"path{shown} is not served here: {hint}", "not_found_error", "unknown_path")
