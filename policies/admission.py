@@ -1,0 +1,65 @@
+"""Whether a work may wait, and when one that may not should come back.
+
+The only ground to refuse here is the class's bound on waiting works. Predictions of waiting time are too uncertain to
+refuse by (they are learned from admitted works only), but good enough to say when to return: the hint is the time in
+which the works ahead will have left the queue at the rate observed, so it grows with the queue. It is spread by a draw,
+so that everybody shed in one burst does not return in another; and it stays within 1 to 60 s, since clients ignore
+longer hints.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from policies.schema import Policy
+
+RETRY_AFTER_MIN_S = 1
+RETRY_AFTER_MAX_S = 60
+SPREAD = 0.2
+DRAIN_UNKNOWN_S = 30.0
+"""Time a full queue is taken to need while no service rate has been observed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """A refusal to let a work wait. `reason` is a stable word; `message` is for the client and names bound and hint."""
+
+    reason: str
+    retry_after_s: int
+    message: str
+
+
+def admit(class_name: str, *, depth: int, policy: Policy, served_per_s: float | None, draw: float) -> Shed | None:
+    """Refuse a work when its class already holds max_queue waiting works, else None.
+
+    depth          works of the class waiting now, without this one
+    served_per_s   works of the class that leave the queue per second, as observed; None: unknown
+    draw           uniform in [0, 1)
+    """
+    bound = policy.class_policy(class_name).max_queue
+    return shed(class_name, depth=depth, bound=bound, served_per_s=served_per_s, draw=draw) if depth >= bound else None
+
+
+def shed(class_name: str, *, depth: int, bound: int, served_per_s: float | None, draw: float) -> Shed:
+    """The refusal of a work for which the queue (which judges atomically) had no room."""
+    retry_s = retry_after_s(depth, bound=bound, served_per_s=served_per_s, draw=draw)
+    return Shed(
+        "queue_full",
+        retry_s,
+        f"class {class_name} has {depth} requests waiting: at most {bound} may; retry in {retry_s} s",
+    )
+
+
+def retry_after_s(depth: int, *, bound: int, served_per_s: float | None, draw: float) -> int:
+    """Whole seconds, 1 to 60, until the `depth` works ahead have been served, +-20 % by `draw` in [0, 1).
+
+    Without an observed rate a full queue (`bound` works) is taken to need DRAIN_UNKNOWN_S; at a rate of 0 the hint is
+    the longest.
+    """
+    if served_per_s is None or math.isnan(served_per_s):
+        wait_s = DRAIN_UNKNOWN_S * depth / max(1, bound)
+    else:
+        wait_s = depth / served_per_s if served_per_s > 0 else math.inf
+    spread = 1 - SPREAD + 2 * SPREAD * draw
+    return max(RETRY_AFTER_MIN_S, min(RETRY_AFTER_MAX_S, math.ceil(min(wait_s, RETRY_AFTER_MAX_S) * spread)))

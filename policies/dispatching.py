@@ -1,0 +1,291 @@
+"""One round: which waiting works start now, and where. Values in, placements out; the caller does what awaits.
+
+Works are offered in the order of `policies.ordering`, each to the engines that may take it (`policies.placement`), and
+the sizing policy says whether there is room. Every placement is counted in the round's own copy of the engine's view
+before the next work is looked at, so that one round can never overfill a window. A work that fits nowhere blocks
+nobody of another class, model or tenant behind it, and no smaller one of its own. What bounds the round's cost: a work
+at least as large as one that was refused in this round is not asked for again (room only shrinks in a round), and after
+LOOK_AHEAD refusals a tenant's works of one kind are left alone until the next.
+
+Random draws are arguments: the round's k-th choice uses the k-th point of a low-discrepancy sequence that starts at
+`draw`. The result does not depend on the order in which works or engines are handed in.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from policies.ordering import Lane, TenantCounters, entitled, patient_lanes, urgent
+from policies.placement import Candidate, choose, eligible
+from policies.schema import Policy
+from policies.sizing import SizingPolicy
+from policies.vocabulary import Action, Decision, EngineView, Verdict, Work
+
+LOOK_AHEAD = 24
+"""Refusals in a round after which a tenant's works of one kind are not looked at again."""
+GOLDEN = 0.6180339887498949
+
+Kind = tuple[str, str, str, str | None, frozenset[str]]
+"""(class, model, path, pin, avoid): works of one kind may run on the same engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A work starts on an engine; `decision` says by which turn and with what every guard read."""
+
+    work: Work
+    engine: str
+    decision: Decision
+
+
+def plan_round(  # noqa: PLR0917 - one signature with place_one, read in this order
+    waiting: Sequence[Work],
+    engines: Sequence[EngineView],
+    sizing: SizingPolicy,
+    policy: Policy,
+    now_s: float,
+    draw: float,
+    *,
+    tenants: TenantCounters | None = None,
+) -> list[Placement]:
+    """Plan one round over a look-ahead into the queue.
+
+    waiting   works to place, in any order; O(n log n), so hand in a bounded look-ahead
+    engines   views of all engines of the pool; unknown and down ones are left out here
+    draw      uniform in [0, 1)
+    tenants   service so far and works in flight by tenant; read, never changed. None: all tenants are level
+    """
+    counters = TenantCounters() if tenants is None else tenants
+    room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters)
+    lanes = patient_lanes(waiting, policy, counters)
+    for class_lanes in lanes:
+        room.offer_fairly(class_lanes, "share", when=room.is_entitled)
+    for work in urgent(waiting, policy, counters, now_s):
+        room.offer(work)
+    for class_lanes in lanes:
+        room.offer_fairly(class_lanes, "fair")
+    return room.placements
+
+
+def place_one(  # noqa: PLR0917 - one signature with plan_round, read in this order
+    work: Work,
+    engines: Sequence[EngineView],
+    sizing: SizingPolicy,
+    policy: Policy,
+    now_s: float,
+    draw: float,
+    *,
+    tenants: TenantCounters | None = None,
+) -> Placement | None:
+    """Place a work that nothing waits before, O(engines); None: no room now, it has to wait."""
+    if tenants is not None and _capped(work, policy, tenants.in_flight(work.tenant)):
+        return None
+    candidates = [Candidate(view) for view in engines if eligible(work, view)]
+    candidates.sort(key=_name)
+    chosen = choose(work, candidates, sizing, now_s, spread=_spread(work, policy), draw=draw)
+    if chosen is None:
+        return None
+    return _placement(work, chosen, policy, now_s, "uncontended")
+
+
+def explain(work: Work, engines: Sequence[EngineView], sizing: SizingPolicy, policy: Policy, now_s: float) -> Decision:
+    """Why a work waits: HOLD with the guards of the eligible engine that refused by the least, or a reason without."""
+    hold = Decision(Action.HOLD, now_s, policy.version, work.class_name, work_id=work.id)
+    views = sorted((view for view in engines if eligible(work, view)), key=lambda view: view.name)
+    if not views:
+        return replace(hold, reason=_nowhere(work, engines))
+    nearest, verdict = min(
+        ((view, sizing.admit(work, view, now_s)) for view in views),
+        key=lambda pair: sum(not guard.passed for guard in pair[1].guards),
+    )
+    return replace(
+        hold,
+        engine=nearest.name,
+        binding=verdict.binding,
+        guards=verdict.guards,
+        reason="turn of others" if verdict.admitted else "no room",
+    )
+
+
+class _Round:
+    """What one round knows: engines as placements fill them, and which kinds of work found no room."""
+
+    __slots__ = (
+        "_by_kind",
+        "_candidates",
+        "_draw",
+        "_grants",
+        "_now_s",
+        "_owed",
+        "_placed",
+        "_placed_by_tenant",
+        "_policy",
+        "_refused",
+        "_sizing",
+        "_tenants",
+        "placements",
+    )
+
+    def __init__(
+        self,
+        engines: Iterable[EngineView],
+        sizing: SizingPolicy,
+        policy: Policy,
+        *,
+        now_s: float,
+        draw: float,
+        tenants: TenantCounters,
+    ) -> None:
+        self.placements: list[Placement] = []
+        self._candidates = sorted(map(Candidate, engines), key=_name)
+        self._sizing, self._policy, self._now_s, self._draw, self._tenants = sizing, policy, now_s, draw, tenants
+        self._grants = tenants.grants()
+        self._by_kind: dict[Kind, list[Candidate]] = {}
+        self._owed: dict[Kind, bool] = {}
+        self._refused: dict[tuple[Kind, str], _Refused] = {}
+        self._placed: set[str] = set()
+        self._placed_by_tenant: dict[str, int] = {}
+
+    def offer(self, work: Work, turn: str = "", *, when: Callable[[Work], bool] | None = None) -> bool:
+        """Place the work if `when` holds, an engine has room for it and its tenant may have more in flight.
+
+        turn   the reason to record; "" for the urgent turn, whose reason is the work's own
+        """
+        kind = _kind(work)
+        refused = self._refused.get((kind, work.tenant))
+        if work.id in self._placed or (refused is not None and refused.covers(work)):
+            return False
+        in_flight = self._tenants.in_flight(work.tenant) + self._placed_by_tenant.get(work.tenant, 0)
+        if _capped(work, self._policy, in_flight) or not (when is None or when(work)):
+            return False
+        spread = _spread(work, self._policy)
+        chosen = choose(work, self._eligible(kind, work), self._sizing, self._now_s, spread=spread, draw=self._draw)
+        if chosen is None:
+            self._refused[kind, work.tenant] = _Refused.after(refused, work)
+            return False
+        self._place(work, chosen, turn or ("deadline" if spread else "overdue"))
+        return True
+
+    def offer_fairly(self, lanes: Iterable[Lane], turn: str, *, when: Callable[[Work], bool] | None = None) -> None:
+        """Offer the works of one class, next always the tenant with the least service."""
+        turns = [(lane.tag, lane.tenant, lane, iter(lane.works)) for lane in lanes]
+        heapq.heapify(turns)
+        while turns:
+            _, tenant, lane, works = turns[0]
+            taken = next((work for work in works if self.offer(work, turn, when=when)), None)
+            if taken is None:
+                heapq.heappop(turns)
+            else:
+                lane.charge(taken)
+                heapq.heapreplace(turns, (lane.tag, tenant, lane, works))
+
+    def is_entitled(self, work: Work) -> bool:
+        """Whether min_share owes the work's class a place on the engines that could take it."""
+        kind = _kind(work)
+        owed = self._owed.get(kind)
+        if owed is None:
+            in_flight: dict[str, int] = {}
+            for candidate in self._eligible(kind, work):
+                for class_name, count in candidate.view.in_flight.items():
+                    in_flight[class_name] = in_flight.get(class_name, 0) + count
+            owed = entitled(work.class_name, self._policy, in_flight=in_flight, granted=self._grants)
+            self._owed[kind] = owed
+        return owed
+
+    def _place(self, work: Work, chosen: tuple[Candidate, Verdict], turn: str) -> None:
+        self.placements.append(_placement(work, chosen, self._policy, self._now_s, turn))
+        chosen[0].take(work, self._now_s)
+        self._owed.clear()
+        self._placed.add(work.id)
+        self._placed_by_tenant[work.tenant] = self._placed_by_tenant.get(work.tenant, 0) + 1
+        self._grants[work.class_name] = self._grants.get(work.class_name, 0.0) + 1.0
+        self._draw = (self._draw + GOLDEN) % 1.0
+
+    def _eligible(self, kind: Kind, work: Work) -> list[Candidate]:
+        found = self._by_kind.get(kind)
+        if found is None:
+            found = [candidate for candidate in self._candidates if eligible(work, candidate.view)]
+            self._by_kind[kind] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """The smallest work of a kind and tenant that found no room in this round, and how many were refused."""
+
+    prompt_tokens: int
+    sequences: int
+    output_tokens: float
+    count: int
+
+    @staticmethod
+    def after(before: _Refused | None, work: Work) -> _Refused:
+        if before is None:
+            return _Refused(work.prompt_tokens, work.sequences, _output_limit(work), 1)
+        smaller = (
+            work.prompt_tokens <= before.prompt_tokens
+            and work.sequences <= before.sequences
+            and _output_limit(work) <= before.output_tokens
+        )
+        if smaller:
+            return _Refused(work.prompt_tokens, work.sequences, _output_limit(work), before.count + 1)
+        return replace(before, count=before.count + 1)
+
+    def covers(self, work: Work) -> bool:
+        """True when asking for this work cannot help: it is no smaller, or enough were refused."""
+        return self.count >= LOOK_AHEAD or (
+            work.prompt_tokens >= self.prompt_tokens
+            and work.sequences >= self.sequences
+            and _output_limit(work) >= self.output_tokens
+        )
+
+
+def _output_limit(work: Work) -> float:
+    return math.inf if work.max_tokens is None else work.max_tokens
+
+
+def _placement(work: Work, chosen: tuple[Candidate, Verdict], policy: Policy, now_s: float, turn: str) -> Placement:
+    engine = chosen[0].view.name
+    decision = Decision(
+        action=Action.DISPATCH,
+        at_s=now_s,
+        policy_version=policy.version,
+        class_name=work.class_name,
+        engine=engine,
+        work_id=work.id,
+        guards=chosen[1].guards,
+        reason=turn,
+    )
+    return Placement(work, engine, decision)
+
+
+def _capped(work: Work, policy: Policy, in_flight: int) -> bool:
+    most = policy.tenant(work.tenant).max_in_flight
+    return most is not None and in_flight >= most
+
+
+def _spread(work: Work, policy: Policy) -> bool:
+    return policy.class_policy(work.class_name).has_ttft_objective
+
+
+def _kind(work: Work) -> Kind:
+    return work.class_name, work.model, work.path, work.pinned_engine, work.avoid
+
+
+def _name(candidate: Candidate) -> str:
+    return candidate.view.name
+
+
+def _nowhere(work: Work, engines: Iterable[EngineView]) -> str:
+    """Why no engine is eligible, for the why-record: the nearest thing to one."""
+    having = [engine for engine in engines if work.model in engine.models]
+    if not having:
+        return "no engine has the model"
+    if work.pinned_engine is not None:
+        return "the engine it is pinned to cannot take it"
+    if all(engine.name in work.avoid for engine in having):
+        return "every engine with the model has failed it"
+    return "no engine with the model is up and speaks the path"

@@ -1,0 +1,99 @@
+"""On which engine: of those that may take a work and have room, the one that suits its class.
+
+*With* a TTFT objective: a random one of the near-least loaded. Least loaded keeps the first token early; random among
+near equals keeps deciders that see the same numbers from all choosing the same engine. *Without* one: the busiest that
+still has room, so that bulk is packed and other engines stay free for people.
+
+Load is works, ours by the ledger plus what others were last seen to run there, plus prompts not yet prefilled, over
+the class's window. It compares engines; it bounds nothing (that is the sizing policy's part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from policies.sizing import SizingPolicy
+from policies.vocabulary import EngineState, EngineView, Verdict, Work
+
+NEAR_FRACTION = 0.05
+"""Loads within this of the least count as equal."""
+NEAR_WORKS = 0.5
+"""So do loads within this many works: on a nearly idle engine five per cent is nothing."""
+PREFILL_TOKENS_PER_WORK = 2048
+"""Pending prompt tokens that delay a first token about as much as one more running work."""
+
+
+@dataclass(slots=True)
+class Candidate:
+    """An engine during one round: its view, moved on with every placement of the round."""
+
+    view: EngineView
+    foreign: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.foreign = max(0.0, _seen(self.view) - self.view.in_flight_total)
+
+    def take(self, work: Work, now_s: float) -> None:
+        """Count a work as placed here, before anything is sent."""
+        view = self.view
+        in_flight = {**view.in_flight, work.class_name: view.in_flight.get(work.class_name, 0) + 1}
+        self.view = replace(
+            view,
+            in_flight=in_flight,
+            kv_tokens=view.kv_tokens + work.prompt_tokens,
+            prefill_tokens=view.prefill_tokens + work.prompt_tokens,
+            last_grant_s=now_s,
+        )
+
+    def load(self) -> float:
+        """Works here, ours and foreign, and pending prefill in works; >= 0."""
+        view = self.view
+        return view.in_flight_total + self.foreign + view.prefill_tokens / PREFILL_TOKENS_PER_WORK
+
+
+def eligible(work: Work, engine: EngineView) -> bool:
+    """Whether the engine could take the work if it had room: up, has the model, speaks the path, not ruled out."""
+    return (
+        engine.state is EngineState.UP
+        and work.model in engine.models
+        and (work.pinned_engine is None or work.pinned_engine == engine.name)
+        and engine.name not in work.avoid
+        and engine.speaks(work.path)
+    )
+
+
+def choose(
+    work: Work, candidates: Sequence[Candidate], sizing: SizingPolicy, now_s: float, *, spread: bool, draw: float
+) -> tuple[Candidate, Verdict] | None:
+    """The candidate for a work with the sizing policy's verdict on it; None when none has room.
+
+    candidates   eligible engines, in a fixed order (by name)
+    spread       True for a class with a TTFT objective: the least loaded, else the busiest
+    draw         uniform in [0, 1); picks among the near-least loaded
+    """
+    verdicts = [(candidate, sizing.admit(work, candidate.view, now_s)) for candidate in candidates]
+    open_now = [pair for pair in verdicts if pair[1].admitted]
+    if len(open_now) < 2:
+        return open_now[0] if open_now else None
+    loads = [_saturation(candidate, work, sizing) for candidate, _ in open_now]
+    if not spread:
+        busiest = max(saturation for saturation, _ in loads)
+        return next(pair for pair, load in zip(open_now, loads, strict=True) if load[0] == busiest)
+    least, margin = min(loads)
+    bound = least + max(least * NEAR_FRACTION, margin)
+    near = [pair for pair, load in zip(open_now, loads, strict=True) if load[0] <= bound]
+    return near[min(int(draw * len(near)), len(near) - 1)]
+
+
+def _saturation(candidate: Candidate, work: Work, sizing: SizingPolicy) -> tuple[float, float]:
+    """(load over the class's window, NEAR_WORKS over it). Without a window in requests the window counts as 1."""
+    window = sizing.window(candidate.view, work.class_name).requests or 1
+    return candidate.load() / window, NEAR_WORKS / window
+
+
+def _seen(view: EngineView) -> float:
+    """Works the engine itself was last seen to hold; 0 where it does not tell."""
+    running = view.running.value if view.running.known else None
+    waiting = view.waiting.value if view.waiting.known else None
+    return (running or 0.0) + (waiting or 0.0)

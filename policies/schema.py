@@ -1,0 +1,231 @@
+"""The policy document's shape, and the frozen `Policy` that every decision reads.
+
+One declaration serves four readers: the checker (types and ranges, through pydantic), the decisions (plain frozen
+dataclasses, attribute access only), `headrace policy show`, and docs/policies.md (a test compares them). A field is
+here only when something acts on it.
+
+A class is defined by its fields and never by its name: one with a TTFT objective is ordered by deadline, one without
+waits for room but is guarded by `min_share` and `max_age_s`. Fractions are 0 to 1, times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from policies.vocabulary import Work
+
+Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+SecondsFromZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(strict=True, gt=0, le=1000, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
+CountFromZero = Annotated[int, Field(strict=True, ge=0, le=10_000_000)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
+Name = Annotated[str, Field(strict=True, pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
+TenantName = Annotated[str, Field(strict=True, min_length=1, max_length=128)]
+
+STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassPolicy:
+    """How the works of one class are treated.
+
+    ttft_sla_s                time from accepted to first token that a client is promised; None: no objective
+    ttft_sla_per_1k_tokens_s  added to it per 1,000 prompt tokens, since a long prompt cannot be fast
+    max_queue                 works that may wait; the next one is shed with 429
+    max_wait_s                longest wait in our queue before a work is answered 503
+    max_age_s                 without an objective: older works go by age among the deadlines; None: never
+    min_share                 without an objective: part of what is in flight that it is entitled to while it waits
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    ttft_sla_s: Seconds | None = None
+    ttft_sla_per_1k_tokens_s: SecondsFromZero = 0.0
+    max_queue: Count = 1000
+    max_wait_s: Seconds = 120.0
+    max_age_s: Seconds | None = 120.0
+    min_share: Share = 0.05
+
+    @property
+    def has_ttft_objective(self) -> bool:
+        """True for a class whose works are ordered by deadline."""
+        return self.ttft_sla_s is not None
+
+    def ttft_objective_s(self, prompt_tokens: int) -> float | None:
+        """Seconds from accepted to the first token's deadline for a prompt of this size; None without objective."""
+        if self.ttft_sla_s is None:
+            return None
+        return self.ttft_sla_s + self.ttft_sla_per_1k_tokens_s * prompt_tokens / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One classify rule: all conditions that are given must hold. `*` in model and path matches any characters.
+
+    class_name   class of the works that match
+    class_from   instead: the request header whose value names the class
+    header       header names with the values that they must have ("*": any value)
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    class_name: Annotated[Name | None, Field(alias="class")] = None
+    class_from: Text | None = None
+    header: Mapping[Text, Text] = field(default_factory=dict)
+    service_tier: Text | None = None
+    tenant: Text | None = None
+    key_id: Text | None = None
+    model: Text | None = None
+    path: Text | None = None
+    stream: Flag | None = None
+    prompt_tokens_at_least: Count | None = None
+    prompt_tokens_at_most: CountFromZero | None = None
+    max_tokens_at_least: Count | None = None
+    max_tokens_at_most: CountFromZero | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What decides when no rule matches: streamed or small works are light, the rest are heavy.
+
+    light, heavy    classes for the two; None: the most urgent class, and the first without an objective
+    small_*         all three bounds must hold for a work that is not streamed to be small (inclusive);
+                    a work without max_tokens counts as within small_max_tokens
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    light: Name | None = None
+    heavy: Name | None = None
+    small_prompt_tokens: CountFromZero = 8192
+    small_max_tokens: CountFromZero = 4096
+    small_sequences: Count = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Classify:
+    """Which class a request gets: the first rule that matches, else its shape.
+
+    rules   None: the X-Headrace-Class header, service_tier flex to the shape's heavy class, priority to the light one
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    rules: tuple[Rule, ...] | None = None
+    shape: Shape = Shape()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWindows:
+    """Windows of one engine that differ. Classes left out keep their proportion of `total`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    total: Count | None = None
+    windows: Mapping[Name, Count] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSizing:
+    """Windows that do not move: works in flight per engine.
+
+    total      works of all classes together on one engine
+    windows    per class; one left out gets `total` with a TTFT objective, else its part of a quarter of `total`
+    engines    engines that differ, by name
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    total: Count = 64
+    windows: Mapping[Name, Count] = field(default_factory=dict)
+    engines: Mapping[Text, EngineWindows] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """Which sizing policy decides the windows, and its fields."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    policy: Literal["fixed"] = "fixed"
+    fixed: FixedSizing = FixedSizing()
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One tenant's treatment; a tenant that is not named gets the defaults.
+
+    weight          its part of what a class without objective gets, against other tenants' weights
+    highest_class   its works get no class more urgent than this; None: any
+    max_in_flight   its works on all engines of a pool together; None: no cap
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    weight: Weight = 1.0
+    highest_class: Name | None = None
+    max_in_flight: Count | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDocument:
+    """A policy file as written. `version` is the schema's number, not the policy's."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    version: Literal[1]
+    classes: Annotated[Mapping[Name, ClassPolicy], Field(min_length=1, max_length=32)]
+    classify: Classify = Classify()
+    sizing: Sizing = Sizing()
+    tenants: Mapping[TenantName, Tenant] = field(default_factory=dict)
+
+
+_ANY_TENANT = Tenant()
+_UNNAMED_CLASS = ClassPolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One whole policy, frozen: take it once per decision. Everything left out of the document is filled in.
+
+    version      content hash of the document's text, 12 hex digits
+    classes      by name, in the order of the document
+    precedence   class names, most urgent first: by ttft_sla_s, then those without objective in the document's order
+    """
+
+    version: str
+    classes: Mapping[str, ClassPolicy]
+    classify: Classify
+    sizing: Sizing
+    tenants: Mapping[str, Tenant]
+    precedence: tuple[str, ...]
+
+    def class_policy(self, name: str) -> ClassPolicy:
+        """The class's fields; defaults (no objective) for a class that a newer document no longer names."""
+        return self.classes.get(name, _UNNAMED_CLASS)
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant's fields, defaults when the document does not name it."""
+        return self.tenants.get(name, _ANY_TENANT)
+
+    def due_s(self, work: Work) -> float:
+        """Pool time that orders a work among all others: its deadline, or when it reaches max_age_s; inf for never."""
+        one = self.class_policy(work.class_name)
+        if one.has_ttft_objective:
+            return math.inf if work.deadline_s is None else work.deadline_s
+        return math.inf if one.max_age_s is None else work.accepted_s + one.max_age_s
+
+    def overdue(self, work: Work, now_s: float) -> bool:
+        """True for a work without TTFT objective that has waited past its class's max_age_s."""
+        return not self.class_policy(work.class_name).has_ttft_objective and self.due_s(work) <= now_s
+
+    def __repr__(self) -> str:
+        return f"<Policy {self.version} classes={','.join(self.precedence)} sizing={self.sizing.policy}>"
