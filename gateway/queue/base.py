@@ -45,8 +45,13 @@ class QueueUnavailable(Exception):
     """The store did not answer, or answered that it cannot take writes now. The message says which."""
 
 
+class SessionLost(QueueUnavailable):
+    """The session that would own the work is not registered (any more): register anew, then enqueue again."""
+
+
 class Enqueued(StrEnum):
-    """Answer of enqueue. QUEUED also when the same session enqueued the same work before."""
+    """Answer of enqueue. QUEUED also when the same session enqueued the same work before, or adopts a blob work that
+    nobody owns; TAKEN: another session owns it, or this one has settled it already."""
 
     QUEUED = "queued"
     FULL = "full"
@@ -118,20 +123,24 @@ class GrantTaken:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """What expire_sessions did: works put back (blob) and works whose owner is gone (settled)."""
+    """What expire_sessions did: works put back (blob) and works whose owner is gone (settled).
+
+    A work put back has no owner: it is claimed for the `runner` of claim_many, or adopted by whoever enqueues it again.
+    seq   of the last entry told; the next call's `after_seq`
+    """
 
     requeued: tuple[str, ...] = ()
     owner_gone: tuple[str, ...] = ()
     sessions: tuple[str, ...] = ()
+    seq: int = 0
 
 
 class Queue(Protocol):
     """One pool's queue. See the module header for the rules; each method is one round trip."""
 
-    async def renew_session(
-        self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport
-    ) -> bool:
-        """Create or extend the session and replace its sums. False: it had expired and was swept (register anew)."""
+    async def renew_session(self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport) -> bool:
+        """Create or extend the session and replace its sums. False: it had expired and was swept, or the store forgot it
+        (register anew, with a higher epoch; False is final for this one)."""
         ...
 
     async def sessions(self, *, now_ms: int) -> Mapping[str, SessionReport]:
@@ -142,8 +151,12 @@ class Queue(Protocol):
         """Leave properly: what this session still owns is handled as if it had expired."""
         ...
 
-    async def expire_sessions(self, *, now_ms: int) -> Expired:
-        """Sweep sessions whose validity has passed (leader)."""
+    async def expire_sessions(self, *, now_ms: int, after_seq: int | None = None) -> Expired:
+        """Sweep sessions whose validity has passed (leader).
+
+        Without after_seq it tells what this call swept. With it, everything swept past that number, by a call whose
+        reply was lost or by a predecessor too, and forgets what is not past it: the leader's way to miss nothing.
+        """
         ...
 
     async def lead(self, candidate: str, *, now_ms: int, valid_for_ms: int) -> Leadership:
@@ -165,8 +178,11 @@ class Queue(Protocol):
         that class's tenants round-robin so that none is hidden behind another."""
         ...
 
-    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[bool]:
-        """Leader: waiting -> granted. False: no longer waiting (cancelled, taken) or the epoch is old. Rings owners."""
+    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None) -> list[bool]:
+        """Leader: waiting -> granted. False: no longer waiting (cancelled, taken) or the epoch is old. Rings owners.
+
+        runner   the live session that becomes the owner of works among these that have none; without it they stay
+        """
         ...
 
     async def take_grants(self, session: Session, *, after_seq: int) -> list[GrantTaken]:
@@ -174,15 +190,21 @@ class Queue(Protocol):
         ...
 
     async def requeue_many(
-        self, works: Sequence[Work], *, session: Session, now_ms: int
+        self, works: Sequence[Work], *, session: Session, now_ms: int, seqs: Sequence[int] | None = None
     ) -> list[bool]:
-        """granted -> waiting at the old rank, with the work's new attempt count and avoid set. False: not ours."""
+        """Granted -> waiting at the old rank, with the work's new attempt count and avoid set. False: not ours.
+
+        A grant that was never started is given back with the attempt count unchanged.
+        seqs   `GrantTaken.seq` of the grants given back; with them a late repeat cannot take back a newer grant
+        """
         ...
 
-    async def settle_many(
-        self, ids: Sequence[tuple[str, int]], *, session: Session, now_ms: int
-    ) -> list[Settled]:
-        """Remove works, (id, attempt) each, in whatever state they are. Cancelling a waiting work is the same call."""
+    async def settle_many(self, ids: Sequence[tuple[str, int]], *, session: Session, now_ms: int) -> list[Settled]:
+        """Remove works, (id, attempt) each, in whatever state they are. Cancelling a waiting work is the same call.
+
+        A work that is not here (GONE) cannot be enqueued by this session for SETTLED_KEEP_MS either: whoever cancels an
+        enqueue under way settles the work, and it is out of the queue in whichever order the two arrive.
+        """
         ...
 
     async def rescore_many(self, ranks: Sequence[tuple[str, float]], *, epoch: int, now_ms: int) -> list[bool]:

@@ -1,0 +1,410 @@
+"""The queue in plain Python: the verified fake behind the simulation and `replay`.
+
+It passes the contract suite of the real one, order of answers included, and a stateful test compares the two call by
+call. One instance is a whole store: several processes of a simulation share it, each with its own session. It never
+loses a reply and is never unavailable by itself; a wrapper adds faults.
+
+Waiting works are a sorted list per class and tenant: inserting moves memory, which for 100,000 entries costs less than
+the dictionary work around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from urllib.parse import unquote
+
+from gateway.queue.base import (
+    SETTLED_KEEP_MS,
+    Enqueued,
+    Expired,
+    GrantTaken,
+    Leadership,
+    Session,
+    SessionLost,
+    SessionReport,
+    Settled,
+    Waiting,
+)
+from gateway.queue.keys import encoded, rank_part, session_of, session_part
+from gateway.queue.wire import queue_part
+from policies.vocabulary import BodyAt, Grant, Work
+
+_NEVER_HERE = -1
+
+
+@dataclass(slots=True)
+class _Held:
+    """A work in the store. owner "" is a blob work that nobody runs; grant None: it waits."""
+
+    work: Work
+    owner: str
+    queue: str
+    grant: Grant | None = None
+    seq: int = 0
+
+
+@dataclass(slots=True)
+class _Present:
+    """A registered session."""
+
+    renewed_ms: int
+    expires_ms: int
+    report: SessionReport
+
+
+@dataclass(slots=True)
+class _Record:
+    """The leadership record; expires_ms None: there is none."""
+
+    leader: str = ""
+    epoch: int = 0
+    expires_ms: int | None = None
+    fresh_until_ms: int = 0
+    seq: int = 0
+
+
+class MemoryQueue:
+    """See the module header. time_ms is the store's own clock, for a pool clock to be corrected by."""
+
+    __slots__ = (
+        "_bells",
+        "_depths",
+        "_owned",
+        "_record",
+        "_registered",
+        "_sessions",
+        "_settled",
+        "_swept",
+        "_time_ms",
+        "_waiting",
+        "_works",
+    )
+
+    def __init__(self, time_ms: Callable[[], int]) -> None:
+        self._time_ms = time_ms
+        self._bells: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._registered: dict[str, int] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Lose everything at once, as a flushed server does."""
+        self._sessions: dict[str, _Present] = {}
+        self._record = _Record()
+        self._works: dict[str, _Held] = {}
+        self._waiting: dict[str, list[tuple[float, str]]] = {}
+        self._depths: defaultdict[str, int] = defaultdict(int)
+        self._owned: defaultdict[str, set[str]] = defaultdict(set)
+        self._settled: dict[str, tuple[int, int]] = {}
+        self._swept: dict[tuple[str, str, str], int] = {}
+
+    # -- sessions and leadership -----------------------------------------------------------------------------------
+
+    async def renew_session(self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport) -> bool:
+        owner = session_part(session)
+        registered = self._registered.get(session.id) == session.epoch
+        self._registered[session.id] = session.epoch
+        known = self._sessions.get(owner)
+        if known is None:
+            if registered:
+                return False
+            self._sessions[owner] = _Present(now_ms, now_ms + valid_for_ms, dict(report))
+        elif known.renewed_ms <= now_ms:
+            known.renewed_ms = now_ms
+            known.expires_ms = max(known.expires_ms, now_ms + valid_for_ms)
+            known.report = dict(report)
+        return True
+
+    async def sessions(self, *, now_ms: int) -> Mapping[str, SessionReport]:
+        newest: dict[str, tuple[int, SessionReport]] = {}
+        for owner, present in self._sessions.items():
+            name, epoch = session_of(owner)
+            if present.expires_ms > now_ms and (name not in newest or newest[name][0] < epoch):
+                newest[name] = (epoch, present.report)
+        return {unquote(name): report for name, (_, report) in newest.items()}
+
+    async def end_session(self, session: Session) -> Expired:
+        owner = session_part(session)
+        self._registered.pop(session.id, None)
+        present = self._sessions.get(owner)
+        if present is not None or self._owned.get(owner):
+            self._sweep(owner, present.expires_ms if present is not None else 0)
+        return _told((entry, seq) for entry, seq in self._swept.items() if entry[1] == owner)
+
+    async def expire_sessions(self, *, now_ms: int, after_seq: int | None = None) -> Expired:
+        over = sorted(owner for owner, present in self._sessions.items() if present.expires_ms <= now_ms)
+        over += sorted(owner for owner, ids in self._owned.items() if ids and owner not in self._sessions)
+        if after_seq is not None:
+            self._swept = {entry: seq for entry, seq in self._swept.items() if seq > after_seq}
+        before = set(self._swept.values())
+        for owner in over:
+            self._sweep(owner, now_ms)
+        told = self._swept.items()
+        return _told((entry, seq) for entry, seq in told if after_seq is not None or seq not in before)
+
+    def _sweep(self, owner: str, now_ms: int) -> None:
+        self._sessions.pop(owner, None)
+        for work_id in sorted(self._owned.pop(owner, ()), key=str.encode):
+            held = self._works[work_id]
+            self._leave(held)
+            kind = "g"
+            if held.work.body is BodyAt.BLOB:
+                kind, held.owner = "r", ""
+                self._wait(held)
+            else:
+                del self._works[work_id]
+            self._swept[kind, owner, work_id] = self._next_seq(now_ms)
+        self._swept["s", owner, ""] = self._next_seq(now_ms)
+        self._ring("")
+
+    async def lead(self, candidate: str, *, now_ms: int, valid_for_ms: int) -> Leadership:
+        record = self._record
+        if record.expires_ms is None:
+            record.fresh_until_ms = now_ms + valid_for_ms
+        if record.expires_ms is None or now_ms >= record.expires_ms:
+            record.leader = candidate
+            record.epoch = max(record.epoch + 1, now_ms)
+            record.expires_ms = now_ms + valid_for_ms
+        elif record.leader == candidate:
+            record.expires_ms = max(record.expires_ms, now_ms + valid_for_ms)
+        return Leadership(record.leader, record.epoch, record.expires_ms, now_ms < record.fresh_until_ms)
+
+    async def resign(self, leader: str, *, epoch: int) -> None:
+        if (self._record.leader, self._record.epoch) == (leader, epoch):
+            self._record.leader = ""
+            self._record.expires_ms = 0
+
+    # -- works -----------------------------------------------------------------------------------------------------
+
+    async def enqueue_many(
+        self, works: Sequence[Work], *, session: Session, max_queue: Mapping[str, int], now_ms: int
+    ) -> list[Enqueued]:
+        owner = session_part(session)
+        ranks_checked = [rank_part(work.rank) for work in works]
+        bounds = [max_queue[work.class_name] for work in works]
+        if ranks_checked and owner not in self._sessions:
+            msg = f"session {session.id} epoch {session.epoch}: expected a registered one; register anew, then enqueue"
+            raise SessionLost(msg)
+        before = len(self._works)
+        answers = [self._enqueue(work, owner, bound, now_ms) for work, bound in zip(works, bounds, strict=True)]
+        if len(self._works) > before:
+            self._ring("")
+        return answers
+
+    def _enqueue(self, work: Work, owner: str, bound: int, now_ms: int) -> Enqueued:
+        held = self._works.get(work.id)
+        if held is not None:
+            if held.owner == "":
+                held.owner = owner
+                self._owned[owner].add(work.id)
+            return Enqueued.QUEUED if held.owner == owner else Enqueued.TAKEN
+        settled_ms, _ = self._settled.get(f"{owner}/{work.id}", (-math.inf, 0))
+        if settled_ms >= now_ms - SETTLED_KEEP_MS:
+            return Enqueued.TAKEN
+        if self._depths[encoded(work.class_name)] >= bound:
+            return Enqueued.FULL
+        held = self._works[work.id] = _Held(work, owner, queue_part(work))
+        self._owned[owner].add(work.id)
+        self._wait(held)
+        return Enqueued.QUEUED
+
+    async def peek(self, *, bounds: Mapping[str, int], default_bound: int, now_ms: int) -> Waiting:
+        by_class: defaultdict[str, list[str]] = defaultdict(list)
+        for queue in sorted(self._waiting):
+            by_class[queue.partition("/")[0]].append(queue)
+        works: list[Work] = []
+        for name in sorted(by_class):
+            queues = _rotated(by_class[name], now_ms)
+            depths = [len(self._waiting[queue]) for queue in queues]
+            shares = _deal(depths, bounds.get(unquote(name), default_bound))
+            for queue, share in zip(queues, shares, strict=True):
+                works += [self._works[work_id].work for _, work_id in self._waiting[queue][:share]]
+        return Waiting(tuple(works), {_names(queue): len(ranks) for queue, ranks in self._waiting.items()})
+
+    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None) -> list[bool]:
+        owner = session_part(runner) if runner is not None else ""
+        rung: set[str] = set()
+        answers = [self._claim(grant, now_ms, owner if owner in self._sessions else "", rung) for grant in grants]
+        for one in rung:
+            self._ring(one)
+        return answers
+
+    def _claim(self, grant: Grant, now_ms: int, runner: str, rung: set[str]) -> bool:
+        if grant.epoch < self._record.epoch:
+            return False
+        self._record.epoch = grant.epoch
+        held = self._works.get(grant.work_id)
+        if held is None:
+            return False
+        if held.grant is not None:
+            same = (held.grant.epoch, held.grant.attempt, held.grant.engine)
+            return same == (grant.epoch, grant.attempt, grant.engine)
+        if grant.attempt <= held.work.attempt or not (held.owner or runner):
+            return False
+        self._leave(held)
+        if not held.owner:
+            held.owner = runner
+            self._owned[runner].add(grant.work_id)
+        held.grant = replace(grant, expires_s=int(grant.expires_s * 1000) / 1000)
+        held.work = replace(held.work, attempt=grant.attempt)
+        held.seq = self._next_seq(now_ms)
+        rung.add(held.owner)
+        return True
+
+    async def take_grants(self, session: Session, *, after_seq: int) -> list[GrantTaken]:
+        held = (self._works[work_id] for work_id in self._owned.get(session_part(session), ()))
+        taken = [GrantTaken(one.seq, one.grant) for one in held if one.grant is not None and one.seq > after_seq]
+        return sorted(taken, key=lambda one: one.seq)
+
+    async def requeue_many(
+        self, works: Sequence[Work], *, session: Session, now_ms: int, seqs: Sequence[int] | None = None
+    ) -> list[bool]:
+        del now_ms  # a work goes back to a rank, not to a time
+        owner = session_part(session)
+        numbered = zip(works, seqs if seqs is not None else [None] * len(works), strict=True)
+        answers = [self._requeue(work, owner, seq) for work, seq in numbered]
+        if any(answers):
+            self._ring("")
+        return answers
+
+    def _requeue(self, work: Work, owner: str, seq: int | None) -> bool:
+        held = self._works.get(work.id)
+        if held is None or held.owner != owner:
+            return False
+        stale = held.grant is None or (seq is not None and seq != held.seq) or held.work.attempt > work.attempt + 1
+        if not stale:
+            self._leave(held)
+            held.work = replace(work, rank=held.work.rank, body=held.work.body)
+            self._wait(held)
+        return True
+
+    async def settle_many(self, ids: Sequence[tuple[str, int]], *, session: Session, now_ms: int) -> list[Settled]:
+        owner = session_part(session)
+        self._forget_settled(now_ms)
+        before = len(self._works)
+        answers = [self._settle(work_id, attempt, owner, now_ms) for work_id, attempt in ids]
+        if len(self._works) < before:
+            self._ring("")
+        return answers
+
+    def _settle(self, work_id: str, attempt: int, owner: str, now_ms: int) -> Settled:
+        memory = f"{owner}/{work_id}"
+        held = self._works.get(work_id)
+        if held is not None:
+            if held.owner != owner:
+                return Settled.FENCED
+            self._leave(held)
+            self._owned[owner].discard(work_id)
+            del self._works[work_id]
+            self._settled.pop(memory, None)
+            self._settled[memory] = (now_ms, attempt)
+            return Settled.DONE
+        _, settled_attempt = self._settled.setdefault(memory, (now_ms, _NEVER_HERE))
+        return Settled.DONE if settled_attempt == attempt else Settled.GONE
+
+    def _forget_settled(self, now_ms: int) -> None:
+        """Memories are in the order of their making, up to the small differences of processes' clocks."""
+        while self._settled:
+            memory, (settled_ms, _) = next(iter(self._settled.items()))
+            if settled_ms >= now_ms - SETTLED_KEEP_MS:
+                return
+            del self._settled[memory]
+
+    async def rescore_many(self, ranks: Sequence[tuple[str, float]], *, epoch: int, now_ms: int) -> list[bool]:
+        del now_ms  # the epoch alone fences
+        return [epoch >= self._record.epoch and self._rescore(work_id, rank) for work_id, rank in ranks]
+
+    def _rescore(self, work_id: str, rank: float) -> bool:
+        rank_part(rank)
+        held = self._works.get(work_id)
+        if held is None or held.grant is not None:
+            return False
+        self._leave(held)
+        held.work = replace(held.work, rank=rank)
+        self._wait(held)
+        return True
+
+    # -- the store itself ------------------------------------------------------------------------------------------
+
+    async def time_ms(self) -> int:
+        return self._time_ms()
+
+    async def bell(self, session: Session | None) -> AsyncGenerator[None, None]:
+        rung = asyncio.Event()
+        listeners = self._bells["" if session is None else session_part(session)]
+        listeners.add(rung)
+        try:
+            yield
+            while True:
+                await rung.wait()
+                rung.clear()
+                yield
+        finally:
+            listeners.discard(rung)
+
+    async def close(self) -> None:
+        """Nothing to close: the instance is the store, and others may share it."""
+
+    def _wait(self, held: _Held) -> None:
+        held.grant, held.seq = None, 0
+        insort(self._waiting.setdefault(held.queue, []), (held.work.rank, held.work.id))
+        self._depths[held.queue.partition("/")[0]] += 1
+
+    def _leave(self, held: _Held) -> None:
+        if held.grant is not None:
+            return
+        ranks = self._waiting[held.queue]
+        del ranks[bisect_left(ranks, (held.work.rank, held.work.id))]
+        if not ranks:
+            del self._waiting[held.queue]
+        self._depths[held.queue.partition("/")[0]] -= 1
+
+    def _next_seq(self, now_ms: int) -> int:
+        self._record.seq = max(self._record.seq + 1, now_ms * 1024)
+        return self._record.seq
+
+    def _ring(self, owner: str) -> None:
+        for rung in self._bells.get(owner, ()):
+            rung.set()
+
+    def __repr__(self) -> str:
+        waiting = sum(map(len, self._waiting.values()))
+        return f"<MemoryQueue waiting={waiting} granted={len(self._works) - waiting} sessions={len(self._sessions)}>"
+
+
+def _told(entries: Iterable[tuple[tuple[str, str, str], int]]) -> Expired:
+    ordered = sorted(entries, key=lambda one: one[1])
+    kinds: dict[str, list[str]] = {"r": [], "g": [], "s": []}
+    for (kind, owner, work_id), _ in ordered:
+        kinds[kind].append(work_id if kind != "s" else unquote(session_of(owner)[0]))
+    return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(kinds["s"]), ordered[-1][1] if ordered else 0)
+
+
+def _names(queue: str) -> tuple[str, str]:
+    class_name, _, tenant = queue.partition("/")
+    return unquote(class_name), unquote(tenant)
+
+
+def _rotated(queues: list[str], now_ms: int) -> list[str]:
+    """As in peek.lua: who is dealt first moves with time, and no regular beat meets always the same."""
+    turn = (now_ms % 65536) ** 2 * 0.6180339887498949
+    start = math.floor((turn - math.floor(turn)) * len(queues))
+    return queues[start:] + queues[:start]
+
+
+def _deal(depths: Sequence[int], places: int) -> list[int]:
+    """How many each queue gets when one is dealt to each in turn until the places or the works are used up."""
+    shares = [0] * len(depths)
+    still = [i for i, depth in enumerate(depths) if depth]
+    while places > 0 and still:
+        each = max(1, places // len(still))
+        for i in still:
+            take = min(each, depths[i] - shares[i], places)
+            shares[i] += take
+            places -= take
+        still = [i for i in still if shares[i] < depths[i]]
+    return shares
