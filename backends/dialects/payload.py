@@ -1,0 +1,70 @@
+"""What the JSON payloads of all dialects have in common: tolerant decoding, token counts, aborted finishes.
+
+Engines write JSON that strict parsers refuse (NaN in logprobs, lone surrogates, broken UTF-8); a reader that gave up
+on it would miss a finish or an error. Everything here answers None or a default instead of raising.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import orjson
+
+ABORTED_FINISHES = frozenset({"abort", "error"})
+"""Finish reasons with which engines end an answer that is none: on shutdown, on /abort_requests, on a crash."""
+
+JsonObject = dict[str, object]
+
+
+def load(data: bytes) -> object:
+    """The JSON value of `data`; None when it holds none (which JSON's own null is not told from)."""
+    try:
+        value: object = orjson.loads(data)
+    except ValueError:
+        try:
+            value = json.loads(data.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            return None
+    return value
+
+
+def load_object(data: bytes) -> JsonObject | None:
+    """The JSON object in `data`, None for anything else."""
+    value = load(data)
+    return value if isinstance(value, dict) else None
+
+
+def count(value: object) -> int | None:
+    """A token count, or None when the value is not a whole number >= 0."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    return None
+
+
+def text(value: object) -> str:
+    """The value if it is a string, else ""."""
+    return value if isinstance(value, str) else ""
+
+
+def child(payload: Mapping[str, object], key: str) -> JsonObject:
+    """The object under `key`, {} when there is none."""
+    value = payload.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def usage_tokens(usage: Mapping[str, object]) -> tuple[int | None, int | None]:
+    """(prompt tokens, output tokens) of a usage object of any dialect; None for what it does not say.
+
+    Messages counts cached prompt tokens beside input_tokens, so they are added; a rerank says total_tokens only.
+    """
+    prompt = count(usage.get("prompt_tokens"))
+    output = count(usage.get("completion_tokens"))
+    if prompt is None and (prompt := count(usage.get("input_tokens"))) is not None:
+        prompt += count(usage.get("cache_creation_input_tokens")) or 0
+        prompt += count(usage.get("cache_read_input_tokens")) or 0
+    if output is None:
+        output = count(usage.get("output_tokens"))
+    if prompt is None and output is None:
+        prompt = count(usage.get("total_tokens"))
+    return prompt, output

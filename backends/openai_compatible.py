@@ -1,0 +1,203 @@
+"""Any server with OpenAI's routes: what all adapters share, and the adapter for servers of no known kind.
+
+Of an unknown server only the model list is asked for: `/health` may be missing, there are no metrics that could be
+trusted to mean something, and nothing is added to a body. A known kind is a subclass that says what its metrics are
+called (`sample`), what its readiness looks like (`_probe`) and what it understands (`capabilities`).
+
+A probe or sample is bounded by the address's sample_s, whatever the polling interval: under a long prefill an engine's
+pages are slow while its streams run well, which is no fault. The engine side's HTTP is the pool's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from backends.base import (
+    BackendError,
+    Call,
+    Capabilities,
+    EngineAddress,
+    EngineRequest,
+    Headers,
+    ModelCard,
+    Priority,
+    Probe,
+    Receiver,
+    Sample,
+)
+from backends.dialects import read_error
+from backends.dialects.payload import count, load, text
+from backends.exposition import Series, parse
+from backends.series import own
+
+NO_SUCH_ROUTE = frozenset({404, 405, 501})
+TGI_ROUTES = frozenset({"/", "/generate", "/generate_stream", "/chat_tokenize", "/info"})
+"""Routes of TGI's own dialect, which no other engine speaks though SGLang has a /generate of another form."""
+
+
+class Pool(Protocol):
+    """What an adapter needs of `backends.connection.EnginePool`."""
+
+    def call(self, request: EngineRequest, receiver: Receiver) -> Call: ...
+
+    async def fetch(
+        self, method: bytes, target: bytes, headers: Headers = (), body: bytes = b"", *, timeout_s: float = ...
+    ) -> tuple[int, Headers, bytes]: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One fetched page."""
+
+    path: str
+    status: int
+    headers: Headers
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def json(self) -> object:
+        """The body's JSON value, None if it holds none."""
+        return load(self.body)
+
+
+class OpenAICompatible:
+    """See the module header. All adapters are built alike, so that `backends.detect` can build any of them.
+
+    monotonic           this process's clock; stamps samples
+    priority_honoured   the operator says that the engine was started so that a body's `priority` has an effect;
+                        nothing on the wire tells (engines accept the field and ignore it)
+    """
+
+    kind: ClassVar[str] = "openai"
+    understands: ClassVar[Capabilities] = Capabilities()
+    priority: ClassVar[Priority | None] = None
+
+    def __init__(
+        self,
+        address: EngineAddress,
+        pool: Pool,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        priority_honoured: bool = False,
+    ) -> None:
+        self.name = address.name
+        self.capabilities = Capabilities(
+            include_usage=self.understands.include_usage,
+            priority=self.priority if priority_honoured else None,
+            return_token_ids=self.understands.return_token_ids,
+        )
+        self.models: frozenset[str] = frozenset()
+        self._sample_s = address.sample_s
+        self._pool = pool
+        self._monotonic = monotonic
+
+    def speaks(self, path: str) -> bool:
+        """Everything but TGI's own routes: a new route of an engine works without a release of ours."""
+        return path not in TGI_ROUTES
+
+    def call(self, request: EngineRequest, receiver: Receiver) -> Call:
+        """Start a call."""
+        return self._pool.call(request, receiver)
+
+    async def sample(self) -> Sample:
+        """A server of no known kind has no signals; that it has none is its sample."""
+        return Sample(self._monotonic())
+
+    async def probe(self) -> Probe:
+        """Ask once who serves here. Every failure is a Probe that is not ready, with what was wrong."""
+        try:
+            async with asyncio.timeout(self._sample_s):
+                probe = await self._probe()
+        except TimeoutError:
+            return Probe(ready=False, detail=f"engine {self.name} gave no answer within {self._sample_s:g} s")
+        except BackendError as error:
+            return Probe(ready=False, detail=str(error))
+        self.models = frozenset(card.id for card in probe.models) or self.models
+        return probe
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} models={sorted(self.models)}>"
+
+    # -- for adapters ----------------------------------------------------------------------------------------------
+
+    async def _probe(self) -> Probe:
+        """Health, then models, then version; the first that is not as it should be decides."""
+        health = await self._get("/health")
+        cards = await self._model_cards()
+        version = await self._version()
+        if not health.ok and health.status not in NO_SUCH_ROUTE:
+            return Probe(ready=False, models=cards, version=version, detail=self._refused(health))
+        return self._ready(cards, version)
+
+    def _ready(self, cards: tuple[ModelCard, ...], version: str) -> Probe:
+        detail = "" if cards else f"engine {self.name} lists no model: expected at least one; is it still loading?"
+        return Probe(ready=bool(cards), models=cards, version=version, detail=detail)
+
+    async def _model_cards(self) -> tuple[ModelCard, ...]:
+        """The model list; entries without a name are left out."""
+        answer = await self._get("/v1/models")
+        if not answer.ok:
+            raise BackendError(self._refused(answer))
+        listed = answer.json
+        entries = listed.get("data") if isinstance(listed, dict) else listed
+        if not isinstance(entries, list):
+            raise BackendError(f"engine {self.name}: GET /v1/models: expected a list under data; is this an engine?")
+        named = [entry for entry in entries if isinstance(entry, dict) and text(entry.get("id"))]
+        return tuple(ModelCard(str(entry["id"]), entry, self._context_tokens(entry)) for entry in named)
+
+    def _context_tokens(self, card: Mapping[str, object]) -> int | None:
+        return count(card.get("max_model_len")) or None
+
+    async def _version(self) -> str:
+        """What /version says, "" if there is nothing; it decides nothing, so its failure is none."""
+        return text((await self._ask_object("/version")).get("version"))
+
+    async def _ask_object(self, path: str) -> Mapping[str, object]:
+        """The JSON object at an optional route, {} where there is none."""
+        try:
+            answer = await self._get(path)
+        except BackendError:
+            return {}
+        found = answer.json if answer.ok else None
+        return found if isinstance(found, dict) else {}
+
+    async def _scrape(self, wanted: Collection[str]) -> dict[str, Series]:
+        """The engine's own series of the wanted names on /metrics. Raises BackendError."""
+        try:
+            async with asyncio.timeout(self._sample_s):
+                answer = await self._get("/metrics")
+        except TimeoutError:
+            raise BackendError(
+                f"engine {self.name}: GET /metrics took longer than {self._sample_s:g} s; its last sample grows old"
+            ) from None
+        if not answer.ok:
+            raise BackendError(self._refused(answer))
+        found = {name: own(series, self.models) for name, series in parse(answer.body, wanted).items()}
+        return {name: series for name, series in found.items() if series}
+
+    async def _get(self, path: str) -> Answer:
+        try:
+            status, headers, body = await self._pool.fetch(b"GET", path.encode(), timeout_s=self._sample_s)
+        except BackendError:
+            raise
+        except Exception as error:
+            raise BackendError(f"engine {self.name}: GET {path} failed: {type(error).__name__}: {error}") from error
+        return Answer(path, status, headers, body)
+
+    def _refused(self, answer: Answer) -> str:
+        said = read_error(answer.body, answer.status).message
+        hint = "; check the engine's api_key" if answer.status in {401, 403} else ""
+        return f"engine {self.name}: GET {answer.path} answered {answer.status}{': ' + said if said else ''}{hint}"

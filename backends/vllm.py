@@ -1,0 +1,83 @@
+"""vLLM, from 0.8 (V0 engine) to 0.32: metrics under the names of each version, priority where it was switched on.
+
+`kv_cache_usage_perc` is a fraction of 0 to 1 despite its name. Versions 0.9 and 0.10 show it beside the older
+`gpu_cache_usage_perc`, which may be stuck at 0, so the newer name wins wherever it is present. Neither name: unknown.
+/health stays 200 while the engine is paused, draining or frozen; readiness here means only that it does not say
+otherwise, and progress is judged by what moves (the watchdog's business). Seats (max_num_seqs) are on no page.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from backends.base import Capabilities, Measured, Priority, Sample, Signal
+from backends.exposition import Series
+from backends.openai_compatible import OpenAICompatible
+from backends.series import fullest, label_number, total
+
+_FRACTIONS = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+_CACHE = "vllm:cache_config_info"
+_SUMS: tuple[tuple[Signal, tuple[str, ...]], ...] = (
+    (Signal.RUNNING, ("vllm:num_requests_running",)),
+    (Signal.PREEMPTIONS_TOTAL, ("vllm:num_preemptions_total",)),
+    (Signal.PROMPT_TOKENS_TOTAL, ("vllm:prompt_tokens_total",)),
+    (Signal.GENERATION_TOKENS_TOTAL, ("vllm:generation_tokens_total",)),
+    (Signal.PREFIX_QUERIES_TOTAL, ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")),
+    (Signal.PREFIX_HITS_TOTAL, ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")),
+)
+_WAITING = "vllm:num_requests_waiting"
+_SWAPPED = "vllm:num_requests_swapped"
+_STARTED = "process_start_time_seconds"
+METRICS = (*_FRACTIONS, _CACHE, _WAITING, _SWAPPED, _STARTED, *(name for _, names in _SUMS for name in names))
+
+
+class Vllm(OpenAICompatible):
+    """See the module header."""
+
+    kind: ClassVar[str] = "vllm"
+    understands: ClassVar[Capabilities] = Capabilities(include_usage=True, return_token_ids=True)
+    priority: ClassVar[Priority | None] = Priority.LOWER_FIRST
+
+    async def sample(self) -> Sample:
+        found = await self._scrape(METRICS)
+        values = {
+            signal: total(found[name], name)
+            for signal, names in _SUMS
+            for name in [next((name for name in names if name in found), "")]
+            if name
+        }
+        if _WAITING in found:  # the V0 engine counts evicted requests apart; they wait like the others
+            values[Signal.WAITING] = total([*found[_WAITING], *found.get(_SWAPPED, [])], _WAITING)
+        name = next((name for name in _FRACTIONS if name in found), "")
+        if name:
+            values[Signal.KV_USED_FRACTION] = fullest(found[name], name)
+        if _STARTED in found:
+            values[Signal.START_TIME_S] = total(found[_STARTED][:1], _STARTED)
+        values.update(_cache_size(found.get(_CACHE, [])))
+        return Sample(self._monotonic(), values)
+
+
+def _cache_size(series: Series) -> dict[Signal, Measured]:
+    """KV capacity over all data-parallel engines, and the block size, from the labels of one info metric.
+
+    Older versions give blocks and their size only. Nothing readable (as before warm-up): no signal.
+    """
+    sizes: list[tuple[dict[str, str], float]] = []
+    blocks: list[float] = []
+    for labels, _ in series:
+        block_tokens = label_number(labels, "block_size")
+        tokens = label_number(labels, "kv_cache_size_tokens")
+        count = label_number(labels, "num_gpu_blocks")
+        if block_tokens is not None:
+            blocks.append(block_tokens)
+        if tokens is None and count is not None and block_tokens is not None:
+            tokens = count * block_tokens
+        if tokens is not None:
+            sizes.append((labels, tokens or math.nan))  # no capacity at all is absurd
+    values = {}
+    if sizes and len(sizes) == len(series):
+        values[Signal.KV_CAPACITY_TOKENS] = total(sizes, _CACHE)
+    if blocks:
+        values[Signal.KV_BLOCK_TOKENS] = total([({}, max(blocks) or math.nan)], _CACHE)
+    return values
