@@ -26,18 +26,6 @@ from policies.schema import Policy
 from policies.vocabulary import Work
 
 
-def precedes(policy: Policy, waiting_class: str, new_class: str) -> bool:
-    """Whether a waiting work of one class goes ahead of a work of another that just arrived.
-
-    Overdue works and min_share are not seen here; who skips the queue asks `Policy.overdue` as well.
-    """
-    if policy.class_policy(waiting_class).has_ttft_objective:
-        return True
-    if policy.class_policy(new_class).has_ttft_objective:
-        return False
-    return _turn(policy, waiting_class) <= _turn(policy, new_class)
-
-
 def urgent(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters, now_s: float) -> list[Work]:
     """Turn 2: by due time, then the tenant with less service, then rank and id."""
     tags: dict[tuple[str, str], float] = {}
