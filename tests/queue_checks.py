@@ -19,12 +19,17 @@ async def check_keys(client: Redis, pool: str) -> None:
     for name in found:
         key = by_key[name]
         assert (await client.type(name)).decode() == key.type
-        assert key.owner or 0 < await client.pttl(name) <= (key.lifetime_ms or 0), f"{name} has no owner and no lifetime"
+        assert key.owner or 0 < await client.pttl(name) <= (key.lifetime_ms or 0), (
+            f"{name} has no owner and no lifetime"
+        )
     await _check_indexes(client, start)
 
 
 async def _check_indexes(client: Redis, start: str) -> None:
-    works = {work_id: text.partition(b"\n")[0].split(b"\t") for work_id, text in (await _hash(client, start + "works")).items()}
+    works = {
+        work_id: text.partition(b"\n")[0].split(b"\t")
+        for work_id, text in (await _hash(client, start + "works")).items()
+    }
     sessions = await _hash(client, start + "sessions")
     waiting, owned, grants, depths = set(), set(), set(), Counter[bytes]()
     for work_id, (state, owner, _attempt, body, queue, rank, _epoch, _engine, _expires, seq) in works.items():

@@ -30,7 +30,9 @@ OTHER = Session("gateway 2/ü", 3)
 BOUNDS = {"interactive": 100, "bulk": 100}
 
 
-def work(work_id: str, rank: float = 0.0, *, cls: str = "interactive", tenant: str = "acme", blob: bool = False) -> Work:
+def work(
+    work_id: str, rank: float = 0.0, *, cls: str = "interactive", tenant: str = "acme", blob: bool = False
+) -> Work:
     body = BodyAt.BLOB if blob else BodyAt.OWNER
     return Work(work_id, cls, tenant, "llama", "/v1/chat/completions", NOW / 1000, rank, prompt_tokens=10, body=body)
 
@@ -188,7 +190,11 @@ async def test_more_works_than_one_script_takes_are_answered_in_order(queue: Que
 
 async def test_a_class_s_places_are_dealt_to_its_tenants_in_turn(queue: Queue) -> None:
     await register(queue)
-    await enqueue(queue, *(work(f"a{i}", i, tenant="a") for i in range(10)), *(work(f"b{i}", 99 + i, tenant="b") for i in range(2)))
+    await enqueue(
+        queue,
+        *(work(f"a{i}", i, tenant="a") for i in range(10)),
+        *(work(f"b{i}", 99 + i, tenant="b") for i in range(2)),
+    )
     await enqueue(queue, work("c0", 500, tenant="c"))
 
     seen = await look(queue, 7)
