@@ -60,3 +60,7 @@ def _told(text: str) -> int:
     for line in text.splitlines():
         sys.stderr.write(f"headrace: {line}\n")
     return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

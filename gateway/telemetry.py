@@ -139,6 +139,9 @@ REDIS_ERRORS = _counter("headrace_redis_errors_total", "", "Queue calls that Red
 LOOP_LAG = _histogram("headrace_loop_lag_seconds", STEP_BUCKETS_S, "How late the event loop ran a timer.")
 LEADER = _gauge("headrace_leader", "", "1 while this process decides for the pool.", "pool")
 POLICY_GENERATION = _gauge("headrace_policy_generation", "", "Policies put in force since the start, first is 1.")
+OBJECTIVE = _gauge(
+    "headrace_ttft_objective_seconds", "seconds", "The TTFT objective of a class; absent for one without.", "class"
+)
 POLICY_RELOAD_FAILED = _gauge("headrace_policy_reload_failed", "", "1 while the newest policy file is refused.")
 POLICY_INFO = _gauge("headrace_policy_info", "", "1 for the content hash of the policy in force.", "version")
 BUILD_INFO = _gauge("headrace_build_info", "", "1 for the running version.", "version")
@@ -178,6 +181,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     LOOP_LAG,
     LEADER,
     POLICY_GENERATION,
+    OBJECTIVE,
     POLICY_RELOAD_FAILED,
     POLICY_INFO,
     BUILD_INFO,
@@ -280,9 +284,14 @@ class Telemetry:
         for class_name, age_s in (oldest_s or {}).items():
             self.set(OLDEST, age_s, class_name)
 
-    def policy(self, version: str, *, generation: int, reload_failed: bool) -> None:
-        """Tell which policy is in force and whether a newer file was refused."""
+    def policy(
+        self, version: str, *, generation: int, reload_failed: bool, objectives: Mapping[str, float] | None = None
+    ) -> None:
+        """Tell which policy is in force and whether a newer file was refused. objectives: TTFT seconds by class."""
         self._gauges[POLICY_INFO].clear()
+        self._gauges[OBJECTIVE].clear()
+        for class_name, ttft_s in (objectives or {}).items():
+            self.set(OBJECTIVE, ttft_s, class_name)
         self.set(POLICY_INFO, 1, version)
         self.set(POLICY_GENERATION, generation)
         self.set(POLICY_RELOAD_FAILED, int(reload_failed))

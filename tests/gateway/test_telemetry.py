@@ -206,11 +206,12 @@ def test_queue_depths_of_a_class_that_is_gone_go_too(telemetry: Telemetry) -> No
 
 def test_the_policy_in_force_is_one_series(telemetry: Telemetry) -> None:
     telemetry.policy("aaa", generation=1, reload_failed=False)
-    telemetry.policy("bbb", generation=2, reload_failed=True)
+    telemetry.policy("bbb", generation=2, reload_failed=True, objectives={"interactive": 0.5})
 
     assert value(telemetry, "headrace_policy_info", version="aaa") is None
     assert value(telemetry, "headrace_policy_info", version="bbb") == 1
     assert value(telemetry, "headrace_policy_generation") == 2
+    assert value(telemetry, "headrace_ttft_objective_seconds", class_="interactive") == 0.5
     assert value(telemetry, "headrace_policy_reload_failed") == 1
 
 

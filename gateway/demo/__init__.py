@@ -1,0 +1,1 @@
+"""`headrace demo`: the whole product on one machine, with simulated engines and the traffic of a real trace."""

@@ -1,0 +1,38 @@
+"""SIGTERM and Ctrl-C as events: the first asks to finish, the second to hurry.
+
+Both signals mean the same, so that a container, a service manager and a person at a terminal are answered alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Events for the first and the second stop signal while the context lasts; a third one has its usual effect."""
+    loop = asyncio.get_running_loop()
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if not first.is_set():
+            first.set()
+        else:
+            second.set()
+            remove()
+
+    def remove() -> None:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield first, second
+    finally:
+        remove()
