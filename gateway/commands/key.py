@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def entry(tenant: str, secret: str, *, max_class: str = "", key_id: str = "") -> str:
     """The YAML list entry for a key."""
-    lines = [f'- tenant: "{tenant}"', f"  sha256: {digest(secret)}"]
+    lines = [f'- tenant: "{tenant}"', f'  sha256: "{digest(secret)}"']
     if max_class:
         lines.append(f'  max_class: "{max_class}"')
     if key_id:

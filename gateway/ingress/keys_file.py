@@ -1,7 +1,7 @@
 """The API keys file: read strictly, watched, swapped whole; the last good one stays in force.
 
     - tenant: search
-      sha256: 9f86d0...            # SHA-256 of the key in hex; `headrace key new search` prints both
+      sha256: "9f86d0..."          # SHA-256 of the key in hex; `headrace key new search` prints both
       max_class: interactive       # optional: the highest class the key may use
       id: search-2026              # optional: what metrics and logs call it; default: the digest's first 8 digits
 
@@ -16,9 +16,9 @@ import asyncio
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from gateway.ingress.auth import Key, KeyRing
 from gateway.logs import Log
@@ -33,6 +33,8 @@ _Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9.
 @dataclass(frozen=True, slots=True)
 class KeyEntry:
     """One list entry of the file."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     tenant: _Name
     sha256: Annotated[str, Field(pattern=r"^[0-9A-Fa-f]{64}$", description="SHA-256 of the key, 64 hex digits")]

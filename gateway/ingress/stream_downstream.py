@@ -51,7 +51,9 @@ class StreamDownstream:
         response.headers["server"] = SERVER
         if content_length is not None:
             response.content_length = self._left = content_length
-        elif self._request.version >= (1, 1) and self._request.method != "HEAD":
+        elif self._request.version < (1, 1):
+            response.force_close()
+        elif self._request.method != "HEAD":
             response.enable_chunked_encoding()
         if not self._request.content.is_eof():
             response.force_close()
@@ -121,7 +123,6 @@ class StreamDownstream:
         while self._waiting:
             data = self._waiting.popleft()
             await response.write(data)
-            await response.drain()
             self._waiting_bytes -= len(data)
             if self._paused and self._waiting_bytes < LOW_WATER_BYTES:
                 self._paused = False

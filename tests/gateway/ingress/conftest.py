@@ -99,7 +99,7 @@ async def standing(settings: Settings, ring: KeyRing, service: ScriptedService) 
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Start an ingress: `await start(settings, ring=..., script=...)`. All end with the test."""
+    """Starts an ingress with settings, a key ring and a script. All end with the test."""
     async with AsyncExitStack() as stack:
 
         async def begin(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self, cast
 
@@ -144,6 +145,13 @@ class RawClient:
         self._buffer = held + data
         if not data:
             raise EOFError
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until the condition holds. Fails after WAIT_S."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - what is awaited happens in sockets, which set no event
+            await asyncio.sleep(0.001)
 
 
 def request(

@@ -10,7 +10,7 @@ from gateway.exchange import Exchange
 from gateway.ingress.auth import Key, KeyRing, digest
 from gateway.settings import Limits, Settings, Timeouts
 from tests.gateway.ingress.conftest import Start
-from tests.gateway.ingress.raw_client import RawClient, chat, request
+from tests.gateway.ingress.raw_client import RawClient, chat, request, until
 
 CHAT = "/v1/chat/completions"
 RING = KeyRing([Key("acme", bytes.fromhex(digest("sk-good")), "k1")])
@@ -136,10 +136,9 @@ async def test_a_large_body_passes_byte_for_byte(start: Start) -> None:
     stand = await start()
     body = chat(image="data:image/png;base64," + "A" * 15_000_000)
 
-    async with RawClient(stand.port) as client:
-        async with asyncio.TaskGroup() as both:
-            both.create_task(client.send(request("POST", CHAT, body)))
-            answer = both.create_task(client.answer())
+    async with RawClient(stand.port) as client, asyncio.TaskGroup() as both:
+        both.create_task(client.send(request("POST", CHAT, body)))
+        answer = both.create_task(client.answer())
 
     assert answer.result().body == body
     assert stand.ingress.bodies_held_bytes == 0
@@ -180,8 +179,7 @@ async def test_bodies_past_the_global_budget_are_503_and_the_budget_comes_back(s
     stand = await start(Settings(limits=Limits(bodies_held_bytes=1500)), script=wait)
     async with RawClient(stand.port) as first, RawClient(stand.port) as second:
         await first.send(request("POST", CHAT, body))
-        while not stand.service.served:
-            await asyncio.sleep(0)
+        await until(lambda: stand.service.served)
 
         refused = await second.ask(request("POST", CHAT, body))
         held = stand.ingress.bodies_held_bytes
@@ -325,14 +323,10 @@ async def test_a_client_that_leaves_cancels_its_handler(start: Start, reset: boo
     stand = await start(script=wait)
     async with RawClient(stand.port) as client:
         await client.send(request("POST", CHAT, chat(stream=True)))
-        while not stand.service.served:
-            await asyncio.sleep(0)
+        await until(lambda: stand.service.served)
         if reset:
             client.reset()
-    async with asyncio.timeout(2):
-        await gone.wait()
-        while stand.ingress.in_flight or stand.ingress.open_connections:
-            await asyncio.sleep(0)
+    await until(lambda: gone.is_set() and not stand.ingress.in_flight and not stand.ingress.open_connections)
 
     assert stand.service.cancelled == 1
     assert (stand.ingress.bodies_held_bytes, stand.service.served[0].downstream.gone) == (0, True)
@@ -374,8 +368,7 @@ async def test_draining_finishes_what_runs_and_closes_after_it(start: Start) -> 
     async with RawClient(stand.port) as busy, RawClient(stand.port) as idle:
         await idle.ask(request("GET", "/health"), "GET")
         await busy.send(request("POST", CHAT, chat()))
-        while not stand.service.served:
-            await asyncio.sleep(0)
+        await until(lambda: stand.service.served)
 
         async with asyncio.TaskGroup() as tasks:
             drained = tasks.create_task(stand.ingress.drain(within_s=5))
@@ -393,8 +386,7 @@ async def test_draining_gives_up_after_its_time(start: Start) -> None:
     stand = await start(script=forever)
     async with RawClient(stand.port) as client:
         await client.send(request("POST", CHAT, chat()))
-        while not stand.service.served:
-            await asyncio.sleep(0)
+        await until(lambda: stand.service.served)
 
         drained = await stand.ingress.drain(within_s=0.01)
 
@@ -410,9 +402,7 @@ async def test_a_stalled_client_cannot_hold_a_closing_connection(start: Start) -
     stand = await start(Settings(timeouts=Timeouts(stalled_client_s=0.1)), script=flood)
     async with RawClient(stand.port, receive_buffer_bytes=4096) as client:
         await client.send(request("POST", CHAT, chat(), "Connection: close"))
-        async with asyncio.timeout(3):
-            while not stand.service.served or stand.ingress.open_connections:
-                await asyncio.sleep(0.01)
+        await until(lambda: stand.service.served and not stand.ingress.open_connections)
 
     assert stand.ingress.open_connections == 0
 
@@ -426,9 +416,7 @@ async def test_a_stalled_client_that_pipelines_is_cut(start: Start) -> None:
     stand = await start(Settings(timeouts=Timeouts(stalled_client_s=0.1)), script=flood)
     async with RawClient(stand.port, receive_buffer_bytes=4096) as client:
         await client.send(request("POST", CHAT, chat()) * 10)
-        async with asyncio.timeout(3):
-            while not stand.service.served or stand.ingress.open_connections:
-                await asyncio.sleep(0.01)
+        await until(lambda: stand.service.served and not stand.ingress.open_connections)
 
     assert len(stand.service.served) == 1
 
