@@ -41,6 +41,11 @@ class Engine:
         self._events: list[Event] = []
 
     @property
+    def clock_s(self) -> float:
+        """Start of the step under way, which is the end of the one before; the last look when idle."""
+        return self._clock_s
+
+    @property
     def busy(self) -> bool:
         """True while anybody runs or waits."""
         return self._plan is not None or self.scheduler.running + self.scheduler.waiting > 0

@@ -85,13 +85,12 @@ def load_profile(name: str) -> Profile:
         raise ValueError(f"profile {name!r}: field {error} is missing or wrong; compare with a shipped one") from error
 
 
-def build_engine(profile: Profile, options: EngineOptions | None = None) -> Engine:
-    """A vLLM-like engine: continuous batching, paged KV, preemption by recomputing."""
-    options = options or EngineOptions()
+def continuous_limits(profile: Profile, options: EngineOptions) -> ContinuousLimits:
+    """What a vLLM-like engine of this profile is started with."""
     kv_tokens = options.kv_tokens or profile.kv_tokens
     seats = options.max_num_seqs or profile.max_num_seqs
     usable_tokens = (kv_tokens // options.block_tokens - 1) * options.block_tokens
-    limits = ContinuousLimits(
+    return ContinuousLimits(
         kv_tokens=kv_tokens,
         max_num_seqs=seats,
         max_num_batched_tokens=options.max_num_batched_tokens or max(profile.max_num_batched_tokens, seats),
@@ -99,22 +98,31 @@ def build_engine(profile: Profile, options: EngineOptions | None = None) -> Engi
         block_tokens=options.block_tokens,
         scheduling_policy=options.scheduling_policy,
     )
-    totals = Totals()
-    return Engine(ContinuousScheduler(limits, totals), profile.step_model, totals, power_model=profile.power_model)
 
 
-def build_reserving_engine(profile: Profile, options: EngineOptions | None = None) -> Engine:
-    """A TGI-like engine: prompt + max_new_tokens reserved, nobody preempted."""
-    options = options or EngineOptions()
+def reserved_limits(profile: Profile, options: EngineOptions) -> ReservedLimits:
+    """What a TGI-like engine of this profile is started with."""
     kv_tokens = options.kv_tokens or profile.kv_tokens
-    limits = ReservedLimits(
+    return ReservedLimits(
         max_batch_total_tokens=kv_tokens,
         max_batch_prefill_tokens=options.max_num_batched_tokens or profile.max_num_batched_tokens,
         max_total_tokens=options.max_model_len or min(LONGEST_MODEL_LEN, kv_tokens),
         max_batch_size=options.max_num_seqs or profile.max_num_seqs,
     )
+
+
+def build_engine(profile: Profile, options: EngineOptions | None = None) -> Engine:
+    """A vLLM-like engine: continuous batching, paged KV, preemption by recomputing."""
     totals = Totals()
-    return Engine(ReservedScheduler(limits, totals), profile.step_model, totals, power_model=profile.power_model)
+    scheduler = ContinuousScheduler(continuous_limits(profile, options or EngineOptions()), totals)
+    return Engine(scheduler, profile.step_model, totals, power_model=profile.power_model)
+
+
+def build_reserving_engine(profile: Profile, options: EngineOptions | None = None) -> Engine:
+    """A TGI-like engine: prompt + max_new_tokens reserved, nobody preempted."""
+    totals = Totals()
+    scheduler = ReservedScheduler(reserved_limits(profile, options or EngineOptions()), totals)
+    return Engine(scheduler, profile.step_model, totals, power_model=profile.power_model)
 
 
 def build_static_engine(profile: Profile, *, rows: int, kv_tokens: int | None = None) -> Engine:
