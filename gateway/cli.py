@@ -36,9 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES}:
             raise
-        return _told(
-            f"{error.strerror or error}; choose another address (--listen, --admin-listen), or end what holds it"
-        )
+        return _told(error.strerror or str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
 

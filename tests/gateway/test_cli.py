@@ -1,0 +1,156 @@
+"""The command line as a process sees it: exit codes, and one clear line for each mistake."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gateway import cli, commands
+from gateway.addresses import AddressError
+from gateway.cli import COMMANDS, main
+from gateway.settings_file import SettingsError
+from policies.yaml_source import DocumentError, Problem
+
+
+def headrace(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gateway.cli", *args],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, **environ},
+    )
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | int], int]:
+    """Run a command that ends so."""
+
+    def ends(end: BaseException | int) -> int:
+        module = ModuleType("gateway.commands.serve")
+
+        def run(_args: object) -> int:
+            if isinstance(end, BaseException):
+                raise end
+            return end
+
+        module.add_parser = lambda subparsers: subparsers.add_parser("serve")  # type: ignore[attr-defined]
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "gateway.commands.serve", module)
+        return main(["serve"])
+
+    return ends
+
+
+def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"headrace {version('headrace')}\n"
+
+
+def test_every_module_of_commands_is_a_command() -> None:
+    files = {path.stem for path in Path(commands.__path__[0]).glob("*.py")} - {"__init__"}
+
+    assert files == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+
+    assert ended.value.code == 0
+    assert f"headrace {name}" in capsys.readouterr().out
+
+
+def test_only_the_command_named_is_imported() -> None:
+    source = "import sys, gateway.cli; gateway.cli.main(['key', 'new', 't']); print('aiohttp.web' in sys.modules)"
+
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
+
+    assert result.stdout.splitlines()[-1] == "False", result.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_the_commands_exit_code_is_the_processs(command: Callable[[BaseException | int], int], code: int) -> None:
+    assert command(code) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (SettingsError("engines: none given"), "headrace: engines: none given\n"),
+        (AddressError("listen address 'x'"), "headrace: listen address 'x'\n"),
+        (
+            DocumentError([Problem("f.yaml", 3, "a", "1", "must be 2"), Problem("f.yaml", 4, "b", "1", "must be 2")]),
+            "headrace: f.yaml:3: a is 1; must be 2\nheadrace: f.yaml:4: b is 1; must be 2\n",
+        ),
+        (OSError(errno.EADDRINUSE, "listen 127.0.0.1:1: taken"), "headrace: listen 127.0.0.1:1: taken\n"),
+    ],
+)
+def test_an_operators_mistake_is_plain_lines_and_exit_code_2(
+    command: Callable[[BaseException | int], int],
+    error: Exception,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(error) == 2
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("bug", [ValueError("bug"), OSError(errno.ENOSPC, "disk full")])
+def test_a_bug_keeps_its_traceback(command: Callable[[BaseException | int], int], bug: Exception) -> None:
+    with pytest.raises(type(bug)):
+        command(bug)
+
+
+def test_an_interrupt_ends_with_the_shells_code(command: Callable[[BaseException | int], int]) -> None:
+    assert command(KeyboardInterrupt()) == cli.INTERRUPTED
+
+
+@pytest.mark.slow
+def test_serving_nothing_is_refused_in_one_line() -> None:
+    result = headrace("serve")
+
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "headrace: engines: none given; add --engine http://HOST:PORT, or an engines list to --config FILE\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_bad_settings_file_is_told_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "headrace.yaml"
+    file.write_text("engins: []\nlisten: 8080\n")
+
+    result = headrace("serve", "--config", str(file))
+
+    assert result.returncode == 2
+    lines = result.stderr.splitlines()
+    assert lines[0].endswith("headrace.yaml:1: engins is unknown; did you mean engines?")
+    assert ":2: listen is 8080" in lines[1]
+    assert len(lines) == 2
+
+
+def test_no_secret_of_a_flag_is_repeated() -> None:
+    result = headrace("serve", "--engine", "http://u:hunter2@h", HEADRACE_REDIS_URL="redis://:hunter2@h")
+
+    assert result.returncode == 2
+    assert "hunter2" not in result.stdout + result.stderr
+
+
+def test_the_module_can_be_run_as_a_script() -> None:
+    tree = ast.parse(Path(cli.__file__).read_text())
+
+    assert "sys.exit(main())" in ast.unparse(tree.body[-1])
