@@ -1,0 +1,186 @@
+"""The memory queue and a real Valkey, call by call: every answer and everything visible must be the same."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from gateway.queue.base import SETTLED_KEEP_MS, InFlight, Queue, QueueUnavailable, Session, SessionReport
+from gateway.queue.memory_queue import MemoryQueue
+from gateway.queue.redis_queue import RedisQueue, connect
+from policies.vocabulary import BodyAt, Grant, Work
+from tests.queue_checks import check_keys
+from tests.redis_servers import Server
+
+START_MS = 1_800_000_000_000
+
+SESSIONS = st.builds(Session, st.sampled_from(["p", "p q/r"]), st.integers(1, 2))
+IDS = st.sampled_from([f"w{i}" for i in range(8)])
+RANKS = st.sampled_from([-1.5, 0.0, 1.0, 1e9])
+WORKS = st.builds(
+    Work,
+    id=IDS,
+    class_name=st.sampled_from(["interactive", "bulk"]),
+    tenant=st.sampled_from(["a", "b/c", "ü"]),
+    model=st.just("m"),
+    path=st.just("/v1/completions"),
+    accepted_s=st.just(1.5),
+    rank=RANKS,
+    attempt=st.integers(0, 2),
+    body=st.sampled_from(BodyAt),
+)
+EPOCHS = st.integers(1, 3)
+GRANTS = st.builds(
+    Grant,
+    work_id=IDS,
+    engine=st.sampled_from(["g", "h/i"]),
+    epoch=EPOCHS,
+    attempt=st.integers(1, 3),
+    expires_s=st.just(9.25),
+)
+REPORTS = st.dictionaries(
+    st.tuples(st.just("g"), st.sampled_from(["interactive", "bulk"])),
+    st.builds(InFlight, st.integers(0, 9), st.integers(0, 99), st.integers(0, 99)),
+    max_size=2,
+)
+
+Call = Callable[[Queue], Coroutine[Any, Any, Any]]
+
+
+class SameQueues(RuleBasedStateMachine):
+    """Drives both with the same calls; time moves on by steps that reach every validity and memory."""
+
+    url: str
+    runner: asyncio.Runner
+    pools: Iterator[int]
+
+    @initialize()
+    def make(self) -> None:
+        self.now_ms = START_MS
+        self.pool = f"model-{next(self.pools)}"
+        self.memory = MemoryQueue(lambda: self.now_ms)
+        self.redis = RedisQueue(connect(self.url), log=structlog.get_logger(), rng=random.Random(1), pool=self.pool)
+
+    def teardown(self) -> None:
+        async def leave() -> None:
+            await self.redis._client.delete(*self.redis._keys)
+            await self.redis.close()
+
+        if hasattr(self, "redis"):
+            self.runner.run(leave())
+
+    def same(self, call: Call) -> None:
+        async def both() -> tuple[Any, Any]:
+            return await _answer(call, self.memory), await _answer(call, self.redis)
+
+        memory, redis = self.runner.run(both())
+        assert memory == redis
+
+    @rule(step_ms=st.sampled_from([0, 1, 500, 5_000, SETTLED_KEEP_MS]))
+    def wait(self, step_ms: int) -> None:
+        self.now_ms += step_ms
+
+    @rule()
+    def lose_everything(self) -> None:
+        async def flush() -> None:
+            await self.redis._client.delete(*self.redis._keys)
+
+        self.memory.forget()
+        self.runner.run(flush())
+
+    @rule(session=SESSIONS, report=REPORTS, late_ms=st.sampled_from([0, 0, 700]))
+    def renew(self, session: Session, report: SessionReport, late_ms: int) -> None:
+        now_ms = self.now_ms - late_ms
+        self.same(lambda queue: queue.renew_session(session, now_ms=now_ms, valid_for_ms=5_000, report=report))
+
+    @rule(session=SESSIONS)
+    def end(self, session: Session) -> None:
+        self.same(lambda queue: queue.end_session(session))
+
+    @rule(after=st.sampled_from([None, 0, START_MS * 1024 + 500 * 1024]))
+    def expire(self, after: int | None) -> None:
+        self.same(lambda queue: queue.expire_sessions(now_ms=self.now_ms, after_seq=after))
+
+    @rule(candidate=st.sampled_from(["a", "b"]))
+    def lead(self, candidate: str) -> None:
+        self.same(lambda queue: queue.lead(candidate, now_ms=self.now_ms, valid_for_ms=2_000))
+
+    @rule(leader=st.sampled_from(["a", "b"]), epoch=st.integers(0, 2))
+    def resign(self, leader: str, epoch: int) -> None:
+        self.same(lambda queue: queue.resign(leader, epoch=START_MS + epoch))
+
+    @rule(works=st.lists(WORKS, max_size=4), session=SESSIONS, bound=st.integers(0, 5))
+    def enqueue(self, works: list[Work], session: Session, bound: int) -> None:
+        bounds = {"interactive": bound, "bulk": 3}
+        self.same(lambda queue: queue.enqueue_many(works, session=session, max_queue=bounds, now_ms=self.now_ms))
+
+    @rule(grants=st.lists(GRANTS, max_size=4), runner=st.none() | SESSIONS)
+    def claim(self, grants: list[Grant], runner: Session | None) -> None:
+        self.same(lambda queue: queue.claim_many(grants, now_ms=self.now_ms, runner=runner))
+
+    @rule(works=st.lists(WORKS, max_size=3), session=SESSIONS)
+    def requeue(self, works: list[Work], session: Session) -> None:
+        known = {work_id: held.work for work_id, held in self.memory._works.items()}
+        works = [replace(known.get(work.id, work), attempt=work.attempt, rank=work.rank) for work in works]
+        self.same(lambda queue: queue.requeue_many(works, session=session, now_ms=self.now_ms))
+
+    @rule(session=SESSIONS, which=st.integers(0, 3))
+    def give_back(self, session: Session, which: int) -> None:
+        taken = self.runner.run(self.memory.take_grants(session, after_seq=0))[which : which + 1]
+        works = [self.memory._works[one.grant.work_id].work for one in taken]
+        seqs = [one.seq for one in taken]
+        self.same(lambda queue: queue.requeue_many(works, session=session, now_ms=self.now_ms, seqs=seqs))
+
+    @rule(ids=st.lists(st.tuples(IDS, st.integers(0, 2)), max_size=3), session=SESSIONS)
+    def settle(self, ids: list[tuple[str, int]], session: Session) -> None:
+        self.same(lambda queue: queue.settle_many(ids, session=session, now_ms=self.now_ms))
+
+    @rule(ranks=st.lists(st.tuples(IDS, RANKS), max_size=3), epoch=EPOCHS)
+    def rescore(self, ranks: list[tuple[str, float]], epoch: int) -> None:
+        self.same(lambda queue: queue.rescore_many(ranks, epoch=epoch, now_ms=self.now_ms))
+
+    @rule(session=SESSIONS, after_seq=st.sampled_from([0, START_MS * 1024]))
+    def take(self, session: Session, after_seq: int) -> None:
+        self.same(lambda queue: queue.take_grants(session, after_seq=after_seq))
+
+    @rule(bound=st.integers(0, 6), bulk=st.integers(0, 6))
+    def peek(self, bound: int, bulk: int) -> None:
+        self.same(lambda queue: queue.peek(bounds={"bulk": bulk}, default_bound=bound, now_ms=self.now_ms))
+
+    @invariant()
+    def looks_the_same(self) -> None:
+        if hasattr(self, "redis"):
+            self.same(lambda queue: queue.peek(bounds={}, default_bound=99, now_ms=self.now_ms))
+            self.same(lambda queue: queue.sessions(now_ms=self.now_ms))
+            self.runner.run(check_keys(self.redis._client, self.pool))
+
+
+async def _answer(call: Call, queue: Queue) -> object:
+    try:
+        return await call(queue)
+    except QueueUnavailable as error:
+        return repr(error)
+
+
+@pytest.mark.slow
+def test_memory_and_valkey_answer_every_call_alike(servers: dict[str, Server]) -> None:
+    with asyncio.Runner() as runner:
+        machine = type(
+            "Machine", (SameQueues,), {"url": servers["valkey-9"].url, "runner": runner, "pools": itertools.count()}
+        )
+        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+            machine,
+            settings=settings(
+                max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            ),
+        )
