@@ -151,9 +151,7 @@ class Presence:
 
     async def _lead(self) -> None:
         sent_s = self._clock.now_s()
-        record = await self._queue.lead(
-            self.session.id, now_ms=self.now_ms(), valid_for_ms=int(LEADER_VALID_S * 1000)
-        )
+        record = await self._queue.lead(self.session.id, now_ms=self.now_ms(), valid_for_ms=int(LEADER_VALID_S * 1000))
         if record.leader != self.session.id:
             self.epoch = 0
             return

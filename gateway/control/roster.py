@@ -64,7 +64,11 @@ class Engine:
         self.failed_probes += 1
         self.detail = probe.detail
         recently_served = now_s - self.last_success_s < 2 * FAILED_PROBES_TO_DOWN * self.poll_s
-        if self.failed_probes >= FAILED_PROBES_TO_DOWN and not recently_served and self.state is not EngineState.STARTING:
+        if (
+            self.failed_probes >= FAILED_PROBES_TO_DOWN
+            and not recently_served
+            and self.state is not EngineState.STARTING
+        ):
             self.state = EngineState.DOWN
 
     def refused(self, detail: str) -> None:

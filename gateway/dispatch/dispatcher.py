@@ -24,7 +24,8 @@ from gateway.control.roster import Roster
 from gateway.dispatch.ledger import Ledger, Progress
 from gateway.queue.base import Queue, QueueUnavailable
 from policies.dispatching import Placement, place_one, plan_round
-from policies.ordering import TenantCounters, precedes
+from policies.ordering import TenantCounters
+from policies.schema import Policy
 from policies.sizing import FirstToken, Finished, Sampled, SizingPolicy
 from policies.vocabulary import Decision, Grant, Outcome, Work
 
@@ -98,11 +99,11 @@ class Dispatcher:
         if not self._presence.leads or self._overdue:
             return None
         policy = self._store.current
-        if any(count and precedes(policy, name, work.class_name) for name, count in self._waiting_here.items()):
+        if self._others_first(work, policy):
             return None
         now_s = self._clock.pool_s()
         views = self._roster.views(self._clock.now_s())
-        placement = place_one(work, views, self._sizing, policy, now_s, self._rng.random())
+        placement = place_one(work, views, self._sizing, policy, now_s, self._rng.random(), tenants=self._tenants)
         return None if placement is None else self._grant(placement, now_s)
 
     def entered(self, work: Work) -> None:
@@ -128,6 +129,7 @@ class Dispatcher:
         """An attempt ended, or its grant will not be used; frees its place. Idempotent per attempt."""
         if self._ledger[grant.engine].remove(grant.work_id, grant.attempt):
             now_s = self._clock.pool_s()
+            self._uncertain.pop((grant.work_id, grant.attempt), None)
             self._sizing.on_event(Finished(work, grant.engine, outcome), now_s)
             self._tenants.on_event(work, outcome)
             self.wake_if_waiting()
@@ -176,12 +178,8 @@ class Dispatcher:
         if not self._presence.leads:
             return False
         policy = self._store.current
-        bounds = {
-            name: LOOK_AHEAD_TTFT_CLASS for name, one in policy.classes.items() if one.has_ttft_objective
-        }
-        waiting = await self._queue.peek(
-            bounds=bounds, default_bound=LOOK_AHEAD_OTHER, now_ms=self._presence.now_ms()
-        )
+        bounds = {name: LOOK_AHEAD_TTFT_CLASS for name, one in policy.classes.items() if one.has_ttft_objective}
+        waiting = await self._queue.peek(bounds=bounds, default_bound=LOOK_AHEAD_OTHER, now_ms=self._presence.now_ms())
         self._depths = waiting.depths
         now_s = self._clock.pool_s()
         self._overdue = any(policy.overdue(work, now_s) for work in waiting.works)
@@ -220,8 +218,14 @@ class Dispatcher:
         work, engine = placement.work, placement.engine
         attempt = work.attempt + 1
         self._ledger[engine].add(work, attempt, now_s)
+        self._tenants.granted(work, self._store.current.tenant(work.tenant).weight)
         self._sink(placement.decision)
         return Grant(work.id, engine, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
+
+    def _others_first(self, work: Work, policy: Policy) -> bool:
+        """True when a work of the same or a more urgent class waits."""
+        own = _place(policy, work.class_name)
+        return any(count and _place(policy, name) <= own for name, count in self._waiting_here.items())
 
     async def _listen(self) -> None:
         async for _ in self._queue.bell(None):
@@ -242,7 +246,9 @@ class Dispatcher:
         for key, grant in list(self._uncertain.items()):
             if grant.expires_s < now_s:
                 del self._uncertain[key]
-                self._ledger[grant.engine].remove(*key)
+                entry = self._ledger[grant.engine].entries.get(key)
+                if entry is not None:
+                    self.finished(entry.work, grant, None)
 
     def settle_uncertain(self, grant: Grant) -> bool:
         """An owner found a grant whose claim's reply was lost: True when its place is still reserved."""
@@ -250,3 +256,9 @@ class Dispatcher:
 
     def __repr__(self) -> str:
         return f"<Dispatcher waiting={self.depths()} {self._ledger!r}>"
+
+
+def _place(policy: Policy, class_name: str) -> int:
+    """How early a class's turn comes; one that the policy no longer names comes last."""
+    order = policy.precedence
+    return order.index(class_name) if class_name in order else len(order)

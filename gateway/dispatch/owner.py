@@ -11,13 +11,14 @@ wrote them is gone, so that a cancelled client never leaves an entry behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.clock import Clock
 from gateway.control.presence import Presence
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.queue.base import Enqueued, Queue, QueueUnavailable
+from gateway.queue.base import Enqueued, Queue, QueueUnavailable, SessionLost
 from gateway.queue.batcher import Batcher
 from policies.vocabulary import Grant, Outcome, Work
 
@@ -72,16 +73,18 @@ class Owner:
         """Works of this process that wait for a grant."""
         return len(self._waiting)
 
-    async def acquire(self, work: Work, max_queue: Mapping[str, int]) -> Grant:
-        """Leave to start, now or later; cancel to stop waiting. The caller owes one `finished` per grant.
+    def start_now(self, work: Work) -> Grant | None:
+        """Leave to start at once, without a round trip; None: it has to `wait`. The caller owes `finished`."""
+        assert self._dispatcher is not None
+        return self._dispatcher.start_now(work)
+
+    async def wait(self, work: Work, max_queue: Mapping[str, int]) -> Grant:
+        """Leave to start, when there is room; cancel to stop waiting. The caller owes one `finished` per grant.
 
         Raises QueueFull, and QueueUnavailable when the store cannot take the work.
         """
         dispatcher = self._dispatcher
         assert dispatcher is not None
-        grant = dispatcher.start_now(work)
-        if grant is not None:
-            return grant
         waiter = _Waiter(work)
         self._waiting[work.id] = waiter
         dispatcher.entered(work)
@@ -105,6 +108,10 @@ class Owner:
         if outcome is not None:
             self._forget(work.id)
 
+    def ended(self, work: Work) -> None:
+        """A work is over without a grant in force; whatever the queue still holds of it goes."""
+        self._forget(work.id)
+
     def granted(self, grant: Grant) -> bool:
         """Take a grant for a work that waits here; False when it does not (any more)."""
         waiter = self._waiting.get(grant.work_id)
@@ -127,8 +134,13 @@ class Owner:
             group.create_task(self._settle_forever(), name="settle")
             group.create_task(self._reconcile_forever(), name="reconcile")
 
+    async def close(self) -> None:
+        """Take what has ended out of the queue, once more; what cannot be told ends with the session."""
+        with contextlib.suppress(QueueUnavailable):
+            await self.flush()
+
     async def flush(self) -> None:
-        """Settle everything that has ended; for a clean stop."""
+        """Settle everything that has ended. Raises QueueUnavailable."""
         while self._settle:
             await self._settle_some()
 
@@ -140,7 +152,12 @@ class Owner:
             if back:
                 return
         self._entries[work.id] = work.attempt
-        answer = await self._batcher.enqueue(work, max_queue=max_queue)
+        try:
+            answer = await self._batcher.enqueue(work, max_queue=max_queue)
+        except SessionLost:
+            await self._presence.beat()
+            self._entries[work.id] = work.attempt
+            answer = await self._batcher.enqueue(work, max_queue=max_queue)
         if answer is Enqueued.FULL:
             del self._entries[work.id]
             raise QueueFull(work.class_name)

@@ -25,7 +25,15 @@ from backends.base import Call, CallFailure, Headers
 from backends.dialects import Remark, StreamReader, open_reader, read_error, read_reply
 from backends.sse import EventSplitter
 from gateway.clock import Clock
-from gateway.dispatch.faults import Fault, call_failed, engine_answered, engine_said, timed_out, truncated, unasked_coding
+from gateway.dispatch.faults import (
+    Fault,
+    call_failed,
+    engine_answered,
+    engine_said,
+    timed_out,
+    truncated,
+    unasked_coding,
+)
 from gateway.dispatch.reply import STREAM_HEADERS, Reply
 from gateway.exchange import Exchange
 from gateway.settings import Timeouts

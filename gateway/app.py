@@ -1,0 +1,412 @@
+"""The composition root: the only file that names concrete classes, and the one that starts and stops them in order.
+
+    start   queue → presence → engines heard once → owner, dispatcher, service → listeners
+    stop    listeners → what runs → queue entries → presence → engines → queue
+
+Everything that runs in the background is a task of one TaskGroup, so that a bug in one of them ends the process with a
+traceback instead of leaving it half alive. Time, randomness and the queue can be handed in: the same gateway runs on a
+virtual loop against a queue in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from importlib.metadata import version
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from backends.base import Backend, BackendError, EngineAddress
+from backends.connection import EnginePool
+from backends.detect import detect, make_backend
+from gateway.addresses import parse_listen
+from gateway.admin.api import admin_app
+from gateway.clock import PoolClock
+from gateway.control.catalogue import Catalogue
+from gateway.control.poller import Poller
+from gateway.control.policy_store import PolicyStore
+from gateway.control.presence import Presence
+from gateway.control.roster import Engine, Roster
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.ledger import Ledger
+from gateway.dispatch.owner import Owner
+from gateway.dispatch.service import Service
+from gateway.dispatch.watchdog import Watchdog
+from gateway.ingress.auth import KeyRing
+from gateway.ingress.keys_file import KeysFile
+from gateway.ingress.server import Ingress
+from gateway.logs import Log
+from gateway.queue.base import Expired, Queue
+from gateway.queue.batcher import Batcher
+from gateway.queue.embedded import EmbeddedValkey
+from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.settings import Settings
+from gateway.telemetry import (
+    BODIES_HELD,
+    CONNECTIONS,
+    LEADER,
+    LOOP_LAG,
+    REDIS_LATENCY,
+    REDIS_UP,
+    Telemetry,
+)
+from policies.document import effective
+from policies.limits import FollowingSizing
+from policies.schema import Policy
+from policies.vocabulary import Decision
+
+POOL = "default"
+FIRST_POLL_S = 3.0
+LAG_EVERY_S = 0.5
+DECISIONS_KEPT = 64
+LISTENERS_CLOSE_S = 5.0
+
+
+class Gateway:
+    """One gateway process, running while its context lasts.
+
+    public_url, admin_url   where it listens; set once entered
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        log: Log,
+        queue: Queue | None = None,
+        clock: PoolClock | None = None,
+        rng: random.Random | None = None,
+        sole: bool | None = None,
+    ) -> None:
+        """queue: use this one (its owner closes it). sole: nobody else shares the queue; by default when it is embedded."""
+        self.settings = settings
+        self.public_url = self.admin_url = ""
+        self._log = log
+        self._given_queue = queue
+        self._clock = clock or PoolClock()
+        self._rng = rng or random.Random()
+        self._sole = sole if sole is not None else queue is None and settings.redis_url is None
+        self._stack = AsyncExitStack()
+        self._decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await self._build(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def drain(self) -> bool:
+        """Accept nothing new and wait for what is under way, at most drain_s. False: something still ran."""
+        return await self.ingress.drain(self.settings.timeouts.drain_s)
+
+    async def _build(self, stack: AsyncExitStack) -> None:
+        settings = self.settings
+        self.telemetry = Telemetry(version=version("headrace"), longest_s=settings.timeouts.total_s)
+        self.store = PolicyStore(
+            settings.policy_file, engines=[engine.name for engine in settings.engines], log=self._log
+        )
+        keys = None if settings.keys_file is None else KeysFile(settings.keys_file, self._log)
+        no_keys = KeyRing()
+        queue = await self._open_queue(stack)
+
+        self.ledger = Ledger()
+        self.roster = Roster(Engine(engine, self.ledger[engine.name], settings.poll_s) for engine in settings.engines)
+        session_id = f"{self._rng.getrandbits(64):016x}"
+        self.presence = Presence(
+            queue,
+            self._clock,
+            session_id=session_id,
+            sole=self._sole,
+            rng=self._rng,
+            report=self.ledger.report,
+            on_registered=self._registered,
+            on_expired=self._expired,
+        )
+        batcher = Batcher(queue, session=lambda: self.presence.session, now_ms=self.presence.now_ms)
+        self.owner = Owner(queue, batcher, self.presence, self._clock)
+        self.sizing = FollowingSizing(self.store.current)
+        self.store.subscribe(self._policy_changed)
+        self.dispatcher = Dispatcher(
+            queue=queue,
+            presence=self.presence,
+            store=self.store,
+            sizing=self.sizing,
+            roster=self.roster,
+            ledger=self.ledger,
+            clock=self._clock,
+            rng=self._rng,
+            deliver=self.owner.granted,
+            sink=self._decided,
+        )
+        self.owner.serve(self.dispatcher)
+        self.watchdog = Watchdog(self._clock)
+        self.service = Service(
+            settings=settings,
+            store=self.store,
+            owner=self.owner,
+            dispatcher=self.dispatcher,
+            roster=self.roster,
+            watchdog=self.watchdog,
+            telemetry=self.telemetry,
+            clock=self._clock,
+            rng=self._rng,
+            log=self._log,
+            work_ids=session_id,
+        )
+        self.poller = Poller(
+            self.roster,
+            self._open_backend,
+            clock=self._clock,
+            poll_s=settings.poll_s,
+            rng=self._rng,
+            on_heard=self._heard,
+        )
+        self.ingress = Ingress(
+            settings,
+            self.service,
+            Catalogue(self.roster, dict(settings.aliases)),
+            keys=lambda: no_keys if keys is None else keys.current,
+            clock=self._clock,
+            rng=self._rng,
+            log=self._log,
+        )
+        self.telemetry.on_refresh(self._refresh)
+
+        stack.push_async_callback(self._close_backends)
+        await self.presence.beat()
+        stack.push_async_callback(self.presence.leave)
+        await self.poller.once(FIRST_POLL_S)
+        await stack.enter_async_context(batcher)
+        stack.push_async_callback(self._flush_owner)
+        tasks = await stack.enter_async_context(_Background())
+        for name, run in (
+            ("presence", self.presence.run),
+            ("poller", self.poller.run),
+            ("dispatcher", self.dispatcher.run),
+            ("owner", self.owner.run),
+            ("watchdog", self.watchdog.run),
+            ("policy", self.store.run),
+            ("loop lag", self._watch_lag),
+        ):
+            tasks.start(name, run())
+        if keys is not None:
+            tasks.start("keys", keys.run())
+        await self._listen(stack)
+
+    async def _open_queue(self, stack: AsyncExitStack) -> Queue:
+        if self._given_queue is not None:
+            return self._given_queue
+        url = self.settings.redis_url
+        if url is None:
+            server = await stack.enter_async_context(EmbeddedValkey(self.settings.state_dir))
+            url = server.url
+        queue = RedisQueue(connect(url), pool=POOL, log=self._log, rng=self._rng)
+        stack.push_async_callback(queue.close)
+        return queue
+
+    async def _listen(self, stack: AsyncExitStack) -> None:
+        """Admin first, so that probes can see the start; the public listener only when all else runs."""
+        admin = parse_listen(self.settings.admin_listen)
+        runner = web.AppRunner(
+            admin_app(self, self.telemetry, any_host=not admin.loopback),
+            access_log=None,
+            shutdown_timeout=LISTENERS_CLOSE_S,
+        )
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        assert runner.server is not None
+        loop = asyncio.get_running_loop()
+        admin_server = await _bound(
+            loop.create_server(runner.server, admin.host, admin.port), "admin_listen", str(admin)
+        )
+        stack.callback(admin_server.close)
+        self.admin_url = _url(admin_server, self.settings.admin_listen)
+        public = parse_listen(self.settings.listen)
+        listener = await _bound(self.ingress.listen(host=public.host, port=public.port), "listen", str(public))
+        stack.push_async_callback(self.ingress.close)
+        self.public_url = _url(listener, self.settings.listen) + self.settings.mount_path
+
+    # -- what parts tell each other --------------------------------------------------------------------------------
+
+    def _decided(self, decision: Decision) -> None:
+        self._decisions.append(decision)
+        self.telemetry.decision(decision)
+
+    def _policy_changed(self, _old: Policy, new: Policy) -> None:
+        self.sizing.adopt(new)
+        self.dispatcher.wake()
+
+    def _registered(self) -> None:
+        self._log.warning("session registered anew: the queue had lost it", session=self.presence.session.id)
+        self.owner.registered()
+
+    def _expired(self, expired: Expired) -> None:
+        if expired.owner_gone:
+            self._log.warning("works of a dead process settled", works=len(expired.owner_gone))
+
+    def _heard(self, engine: Engine) -> None:
+        """A poll ended: the models known to metrics, and work for an engine that came up."""
+        self.telemetry.models_known(frozenset().union(*(one.models for one in self.roster)))
+        self.dispatcher.wake_if_waiting()
+
+    async def _open_backend(self, engine: Engine) -> Backend | None:
+        settings = engine.settings
+        address = EngineAddress(
+            settings.name, settings.url, settings.api_key, connect_s=self.settings.timeouts.connect_s
+        )
+        pool = EnginePool(address)
+        try:
+            kind = await detect(pool) if settings.kind == "auto" else settings.kind
+        except BackendError as error:
+            engine.detail = str(error)
+            kind = None
+        if kind is None:
+            await pool.close()
+            return None
+        self._log.info("engine found", engine=settings.name, kind=kind)
+        return make_backend(kind, address, pool)
+
+    async def _close_backends(self) -> None:
+        for engine in self.roster:
+            if engine.backend is not None:
+                await engine.backend.close()
+
+    async def _flush_owner(self) -> None:
+        """Take what ended out of a shared queue; an embedded one goes with us."""
+        if not self._sole:
+            await self.owner.close()
+
+    async def _watch_lag(self) -> None:
+        lag = self.telemetry.keep(LOOP_LAG)
+        while True:
+            due_s = self._clock.now_s() + LAG_EVERY_S
+            await asyncio.sleep(LAG_EVERY_S)
+            lag.observe(max(0.0, self._clock.now_s() - due_s))
+            self.telemetry.observe(REDIS_LATENCY, self.presence.round_trip_s, "renew")
+
+    # -- what is told to operators ---------------------------------------------------------------------------------
+
+    def _refresh(self, telemetry: Telemetry) -> None:
+        now_s = self._clock.now_s()
+        for engine in self.roster:
+            view = engine.view(now_s)
+            windows = {name: self.sizing.window(view, name) for name in self.store.current.classes}
+            seen = engine.sample.values
+            telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
+        depths = {name: self.dispatcher.depth(name) for name in self.store.current.classes}
+        telemetry.queue(depths)
+        telemetry.policy(
+            self.store.current.version, generation=self.store.generation, reload_failed=self.store.reload_failed
+        )
+        telemetry.set(CONNECTIONS, self.ingress.open_connections)
+        telemetry.set(BODIES_HELD, self.ingress.bodies_held_bytes)
+        telemetry.set(REDIS_UP, int(self.presence.connected))
+        telemetry.set(LEADER, int(self.presence.leads), POOL)
+
+    def unready(self) -> str:
+        """See `gateway.admin.api.Administered`."""
+        if not self.presence.connected:
+            return f"queue: {self.presence.last_error or 'not connected'}"
+        if not self.roster.any_up():
+            details = "; ".join(f"{engine.name}: {engine.detail or engine.state.value}" for engine in self.roster)
+            return f"no engine is ready: {details or 'none is configured'}"
+        return ""
+
+    def status(self) -> Mapping[str, object]:
+        """See `gateway.admin.api.Administered`."""
+        now_s = self._clock.now_s()
+        return {
+            "public_url": self.public_url,
+            "policy_version": self.store.current.version,
+            "leads": self.presence.leads,
+            "queued": {name: self.dispatcher.depth(name) for name in self.store.current.classes},
+            "engines": [self._engine_status(engine, now_s) for engine in self.roster],
+            "decisions": [dataclasses.asdict(decision) for decision in self._decisions],
+        }
+
+    def _engine_status(self, engine: Engine, now_s: float) -> dict[str, object]:
+        view = engine.view(now_s)
+        return {
+            "name": engine.name,
+            "kind": engine.kind,
+            "state": view.state,
+            "detail": engine.detail,
+            "version": engine.version,
+            "models": sorted(engine.models),
+            "in_flight": dict(view.in_flight),
+            "windows": {
+                name: dataclasses.asdict(self.sizing.window(view, name)) for name in self.store.current.classes
+            },
+            "kv_tokens": view.kv_tokens,
+            "prefill_tokens": view.prefill_tokens,
+            "kv_used_fraction": view.kv_used_fraction.value,
+            "running": view.running.value,
+            "waiting": view.waiting.value,
+        }
+
+    def policy(self) -> Mapping[str, object]:
+        """See `gateway.admin.api.Administered`."""
+        return {
+            "version": self.store.current.version,
+            "generation": self.store.generation,
+            "reload_failed": self.store.reload_failed,
+            "last_error": [str(problem) for problem in self.store.last_error],
+            "policy": effective(self.store.current),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Gateway {self.public_url} engines={len(self.roster)} {self.presence!r}>"
+
+
+class _Background:
+    """A TaskGroup whose tasks run for ever and are cancelled when its context ends."""
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, name: str, coroutine: object) -> None:
+        self._tasks.append(self._group.create_task(coroutine, name=name))  # type: ignore[arg-type]
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if kind is not None and issubclass(kind, asyncio.CancelledError):
+            await self._group.__aexit__(kind, error, trace)  # perhaps the group's own doing: a task has failed
+        else:
+            await self._group.__aexit__(None, None, None)
+
+
+async def _bound(listening: object, setting: str, address: str) -> asyncio.Server:
+    try:
+        server: asyncio.Server = await listening  # type: ignore[misc]
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{setting} {address}: {error.strerror or error}; choose another address or stop what holds it"
+        ) from None
+    return server
+
+
+def _url(server: asyncio.Server, configured: str) -> str:
+    """Where a listener can be reached: the configured host (a loopback for a wildcard) with the real port."""
+    listen = parse_listen(configured)
+    port = server.sockets[0].getsockname()[1]
+    host = "127.0.0.1" if listen.host in {"0.0.0.0", "::"} else listen.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,480 @@
+"""One request from acceptance to its single outcome: classify, admit, wait, try, relay, settle.
+
+This is the path of a request (docs/architecture.md) written down once, for every route. What may differ between routes
+(dialect, terminator, usage) is inside the relay's readers; what may differ between engines is inside the backends.
+
+Exactly one `Outcome` leaves here per exchange that was given a class, also when the handler is cancelled because the
+client left. An attempt that failed before a byte reached the client moves to another engine once; a stored response's
+follow-up (GET, cancel, DELETE) goes straight to the engine that keeps it, since it decodes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from backends.base import Backend, EngineRequest, Priority
+from gateway.clock import Clock
+from gateway.control.policy_store import PolicyStore
+from gateway.control.roster import Roster
+from gateway.dispatch.affinity import Affinity
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.faults import Fault
+from gateway.dispatch.flow import Flow
+from gateway.dispatch.owner import Owner, QueueFull
+from gateway.dispatch.relay import AttemptEnd, Relay
+from gateway.dispatch.reply import Reply
+from gateway.dispatch.watchdog import Watchdog
+from gateway.errors import Refusal
+from gateway.exchange import Exchange
+from gateway.ingress.body_edits import edited
+from gateway.logs import Log
+from gateway.queue.base import QueueUnavailable
+from gateway.settings import Settings
+from gateway.telemetry import Telemetry
+from policies.admission import admit, retry_after_s, shed
+from policies.classify import Caller, UnknownClass, classify
+from policies.schema import Policy
+from policies.vocabulary import EngineState, Grant, Outcome, Result, Work
+
+MAX_ATTEMPTS = 2
+NO_ENGINE_RETRY_S = 5.0
+_USAGE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+@dataclass(slots=True)
+class _Course:
+    """What became of one exchange so far; its `Outcome` is made from it at the end."""
+
+    work: Work
+    grant: Grant | None = None
+    attempts: int = 0
+    granted_s: float | None = None
+    result: Result = Result.ENGINE_FAILED
+    reason: str = ""
+    prompt_tokens: int | None = None
+    output_tokens: int = 0
+    engine_ttft_s: float | None = None
+    relay: Relay | None = None
+
+
+class Service:
+    """See the module header. One per process; `serve` runs in the client's handler task."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        store: PolicyStore,
+        owner: Owner,
+        dispatcher: Dispatcher,
+        roster: Roster,
+        watchdog: Watchdog,
+        telemetry: Telemetry,
+        clock: Clock,
+        rng: random.Random,
+        log: Log,
+        work_ids: str,
+        on_outcome: Callable[[Outcome], None] | None = None,
+    ) -> None:
+        """work_ids: prefix of this process's work ids, unique among the pool's processes."""
+        self._timeouts = settings.timeouts
+        self._aliases = dict(settings.aliases)
+        self._store = store
+        self._owner = owner
+        self._dispatcher = dispatcher
+        self._roster = roster
+        self._watchdog = watchdog
+        self._telemetry = telemetry
+        self._clock = clock
+        self._rng = rng
+        self._log = log
+        self._on_outcome = on_outcome
+        self._ids = (f"{work_ids}-{number:x}" for number in itertools.count(1))
+        self._affinity = Affinity()
+        self._flow = Flow()
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer an exchange; see `gateway.ingress.server.Service`."""
+        reply = Reply(exchange, self._clock, self._timeouts)
+        if exchange.facts.previous_response_id is not None and not exchange.facts.model:
+            await self._stored(exchange, reply)
+            return
+        policy = self._store.current
+        course = _Course(self._work(exchange, policy))
+        self._watchdog.add(reply)
+        try:
+            await self._carry(exchange, reply, course, policy)
+        except Refusal as refusal:
+            course.reason = refusal.reason
+            reply.fail(refusal)
+        except asyncio.CancelledError:
+            course.result, course.reason = Result.CANCELLED, reply.cut_reason or "client_gone"
+            raise
+        except Exception:
+            course.reason = "internal_error"
+            raise
+        finally:
+            self._watchdog.discard(reply)
+            self._settle(exchange, reply, course, policy)
+
+    # -- before the queue ------------------------------------------------------------------------------------------
+
+    def _work(self, exchange: Exchange, policy: Policy) -> Work:
+        """What the queue will order. Raises Refusal for a class or a model that is not there."""
+        facts = exchange.facts
+        model = self._aliases.get(facts.model, facts.model)
+        accepted_s = self._clock.pool_s() - (self._clock.now_s() - exchange.accepted_s)
+        caller = Caller(exchange.tenant, exchange.key_id, exchange.max_class, exchange.path)
+        try:
+            found = classify(facts, headers=exchange.rule_headers, caller=caller, policy=policy, accepted_s=accepted_s)
+        except UnknownClass as error:
+            raise Refusal(400, str(error), reason="unknown_class", param=error.header) from None
+        exchange.response_headers.append(("x-headrace-class", found.class_name))
+        pinned = None
+        if facts.previous_response_id is not None:
+            pinned = self._keeper(facts.previous_response_id)
+        return Work(
+            id=next(self._ids),
+            class_name=found.class_name,
+            tenant=exchange.tenant,
+            model=model,
+            path=exchange.path,
+            accepted_s=accepted_s,
+            rank=found.rank,
+            prompt_tokens=facts.prompt_tokens,
+            max_tokens=facts.max_tokens,
+            sequences=facts.sequences,
+            deadline_s=found.deadline_s,
+            pinned_engine=pinned,
+        )
+
+    def _keeper(self, response_id: str) -> str:
+        engine = self._affinity.engine(response_id)
+        if engine is None:
+            raise Refusal(
+                404,
+                f"response {response_id[:80]!r} is not known here: it was never made through this gateway, or is forgotten",
+                reason="response_not_found",
+                code="response_not_found",
+                param="previous_response_id",
+            )
+        return engine
+
+    def _admit(self, course: _Course, policy: Policy) -> None:
+        """Refuse what no engine can take now, and what its class has no room for."""
+        work = course.work
+        if not self._somebody_serves(work):
+            course.result = Result.UNAVAILABLE
+            raise self._nobody(work)
+        refused = admit(
+            work.class_name,
+            depth=self._dispatcher.depth(work.class_name),
+            policy=policy,
+            served_per_s=self._flow.per_s(work.class_name, self._clock.now_s()),
+            draw=self._rng.random(),
+        )
+        if refused is not None:
+            course.result = Result.SHED
+            raise _shed(refused.reason, refused.message, refused.retry_after_s)
+
+    def _somebody_serves(self, work: Work) -> bool:
+        return any(
+            engine.name not in work.avoid and work.pinned_engine in {None, engine.name}
+            for engine in self._roster.serving(work.model, work.path)
+        )
+
+    def _nobody(self, work: Work) -> Refusal:
+        """Why no engine can take a work: a path or a model that nobody has is 404, an engine that is away 503."""
+        listed = [engine for engine in self._roster if work.model in engine.models]
+        if listed and not any(engine.backend and engine.backend.speaks(work.path) for engine in listed):
+            return Refusal(
+                404,
+                f"model {work.model[:100]!r} is not served at {work.path}: no engine that has it speaks that route",
+                reason="route_not_served",
+                code="route_not_served",
+            )
+        if not listed and self._roster.any_up() and all(e.state is not EngineState.STARTING for e in self._roster):
+            return Refusal(
+                404,
+                f"The model `{work.model[:100]}` does not exist: GET /v1/models lists those served.",
+                reason="model_not_found",
+                code="model_not_found",
+                param="model",
+            )
+        return Refusal(
+            503,
+            f"no engine can serve model {work.model[:100]!r} now; try again",
+            "server_error",
+            "no_engine",
+            retry_after_s=NO_ENGINE_RETRY_S * self._rng.uniform(0.6, 1.4),
+        )
+
+    # -- waiting and trying ----------------------------------------------------------------------------------------
+
+    async def _carry(self, exchange: Exchange, reply: Reply, course: _Course, policy: Policy) -> None:
+        self._admit(course, policy)
+        while True:
+            work = course.work
+            grant = self._owner.start_now(work)
+            if grant is None:
+                grant = await self._wait(exchange, course, policy)
+            course.grant = grant
+            if course.granted_s is None:
+                course.granted_s = self._clock.now_s()
+            self._flow.left(work.class_name, self._clock.now_s())
+            end = await self._attempt(exchange, reply, course, grant)
+            fault = end.fault
+            if fault is None:
+                course.result = Result.COMPLETED
+                return
+            again = replace(work, attempt=work.attempt + 1, avoid=work.avoid | {grant.engine})
+            if (
+                end.committed
+                or not fault.elsewhere
+                or course.attempts >= MAX_ATTEMPTS
+                or not self._somebody_serves(again)
+            ):
+                course.result, course.reason = fault.result, fault.refusal.reason
+                if not end.committed:
+                    _tell(reply, fault)
+                return
+            self._owner.finished(work, grant, None)
+            course.grant = None
+            course.work = again
+            self._telemetry.retry(grant.engine, fault.refusal.reason)
+
+    async def _wait(self, exchange: Exchange, course: _Course, policy: Policy) -> Grant:
+        """Wait in the queue for a grant, as long as the class, the client and the kind of answer allow."""
+        work = course.work
+        bounds = {name: one.max_queue for name, one in policy.classes.items()}
+        bound_s, timer = self._patience(exchange, policy.class_policy(work.class_name).max_wait_s)
+        left_s = exchange.accepted_s + bound_s - self._clock.now_s()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                return await self._owner.wait(work, bounds)
+        except QueueFull:
+            course.result = Result.SHED
+            depth = self._dispatcher.depth(work.class_name)
+            refused = shed(
+                work.class_name,
+                depth=depth,
+                bound=bounds[work.class_name],
+                served_per_s=self._flow.per_s(work.class_name, self._clock.now_s()),
+                draw=self._rng.random(),
+            )
+            raise _shed(refused.reason, refused.message, refused.retry_after_s) from None
+        except QueueUnavailable as error:
+            course.result = Result.UNAVAILABLE
+            self._log.warning("queue unavailable", error=str(error), repeat_key="queue unavailable")
+            raise Refusal(
+                503,
+                "the queue cannot take requests now; try again",
+                "server_error",
+                "queue_unavailable",
+                retry_after_s=NO_ENGINE_RETRY_S * self._rng.uniform(0.4, 1.2),
+            ) from None
+        except TimeoutError:
+            course.result = Result.SHED
+            raise Refusal(
+                503,
+                f"no engine had room within {timer} = {bound_s:g} s; try again later or lower the load",
+                "server_error",
+                "wait_too_long",
+                retry_after_s=retry_after_s(
+                    self._dispatcher.depth(work.class_name),
+                    bound=bounds[work.class_name],
+                    served_per_s=self._flow.per_s(work.class_name, self._clock.now_s()),
+                    draw=self._rng.random(),
+                ),
+            ) from None
+
+    def _patience(self, exchange: Exchange, max_wait_s: float) -> tuple[float, str]:
+        """The smallest of the bounds on waiting, from acceptance, with its name."""
+        bounds = [(max_wait_s, "max_wait_s"), (self._timeouts.total_s, "total_s")]
+        if not exchange.facts.stream:
+            bounds.append((self._timeouts.nonstream_wait_s, "nonstream_wait_s"))
+        if exchange.read_timeout_s is not None:
+            bounds.append((exchange.read_timeout_s * 0.9, "the client's own time-out, less a tenth,"))
+        return min(bounds)
+
+    async def _attempt(self, exchange: Exchange, reply: Reply, course: _Course, grant: Grant) -> AttemptEnd:
+        """One try on one engine. The engine's call never outlives this."""
+        work = course.work
+        engine = self._roster[grant.engine]
+        backend = engine.backend
+        assert backend is not None, "only engines with a backend are ever UP"
+        course.attempts += 1
+        self._telemetry.attempt(grant.engine, work.class_name)
+        strip_usage = _asks_usage(exchange, backend)
+        relay = Relay(
+            exchange,
+            reply,
+            engine=grant.engine,
+            clock=self._clock,
+            timeouts=self._timeouts,
+            strip_usage=strip_usage,
+            on_first_token=lambda ttft_s: self._dispatcher.first_token(work, grant, ttft_s),
+        )
+        course.relay = relay
+        self._dispatcher.attach(grant, relay)
+        _set_header(exchange, "x-headrace-engine", grant.engine)
+        self._watchdog.add(relay)
+        try:
+            relay.attach(backend.call(self._request(exchange, work, backend, strip_usage=strip_usage), relay))
+            end = await relay.done
+        finally:
+            self._watchdog.discard(relay)
+            relay.close()
+        course.engine_ttft_s = end.engine_ttft_s
+        course.output_tokens, course.prompt_tokens = end.output_tokens, end.prompt_tokens
+        if end.fault is None:
+            engine.served(self._clock.now_s())
+        elif end.fault.refusal.reason == "connect_refused":
+            engine.refused(end.fault.refusal.message)
+        if end.response_id:
+            self._affinity.keep(end.response_id, grant.engine)
+        return end
+
+    def _request(self, exchange: Exchange, work: Work, backend: Backend, *, strip_usage: bool) -> EngineRequest:
+        body = exchange.body
+        priority = backend.capabilities.priority
+        if body[:1] == b"{" or body[:64].lstrip()[:1] == b"{":
+            body = edited(
+                body,
+                model=work.model if work.model != exchange.facts.model else None,
+                include_usage=strip_usage,
+                priority=None if priority is None else self._engine_priority(work.class_name, priority),
+            )
+        return EngineRequest(exchange.method, exchange.target, exchange.headers, body)
+
+    def _engine_priority(self, class_name: str, priority: Priority) -> int:
+        """Our order of classes as the engine counts it: 0 is the most urgent, or the highest number is."""
+        order = self._store.current.precedence
+        place = order.index(class_name) if class_name in order else len(order)
+        return place if priority is Priority.LOWER_FIRST else len(order) - place
+
+    # -- stored responses ------------------------------------------------------------------------------------------
+
+    async def _stored(self, exchange: Exchange, reply: Reply) -> None:
+        """GET, cancel or DELETE of a response: straight to the engine that keeps it."""
+        assert exchange.facts.previous_response_id is not None
+        name = self._keeper(exchange.facts.previous_response_id)
+        engine = self._roster[name]
+        if engine.backend is None or engine.state is EngineState.DOWN:
+            raise Refusal(
+                503,
+                f"engine {name}, which keeps this response, is away; try again",
+                "server_error",
+                "no_engine",
+                retry_after_s=NO_ENGINE_RETRY_S,
+            )
+        relay = Relay(
+            exchange,
+            reply,
+            engine=name,
+            clock=self._clock,
+            timeouts=self._timeouts,
+            strip_usage=False,
+            on_first_token=_nothing,
+        )
+        self._watchdog.add(reply)
+        self._watchdog.add(relay)
+        try:
+            request = EngineRequest(exchange.method, exchange.target, exchange.headers, exchange.body)
+            relay.attach(engine.backend.call(request, relay))
+            end = await relay.done
+        finally:
+            self._watchdog.discard(relay)
+            self._watchdog.discard(reply)
+            relay.close()
+        if end.fault is not None and not end.committed:
+            _tell(reply, end.fault)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _settle(self, exchange: Exchange, reply: Reply, course: _Course, policy: Policy) -> None:
+        """The exchange's one outcome."""
+        now_s = self._clock.now_s()
+        accepted_s, first_s, work = exchange.accepted_s, reply.first_content_s, course.work
+        if course.relay is not None and course.result is Result.CANCELLED:
+            course.output_tokens = course.relay.output_tokens
+        outcome = Outcome(
+            work_id=work.id,
+            class_name=work.class_name,
+            tenant=work.tenant,
+            model=work.model,
+            engine="" if course.grant is None else course.grant.engine,
+            result=course.result,
+            reason=course.reason,
+            status=499 if course.result is Result.CANCELLED and not reply.opened else reply.status,
+            attempts=course.attempts,
+            prompt_tokens=work.prompt_tokens if course.prompt_tokens is None else course.prompt_tokens,
+            output_tokens=course.output_tokens,
+            total_s=now_s - accepted_s,
+            queued_s=None if course.granted_s is None else course.granted_s - accepted_s,
+            ttft_s=None if first_s is None else first_s - accepted_s,
+            engine_ttft_s=course.engine_ttft_s,
+        )
+        if course.grant is not None:
+            self._owner.finished(work, course.grant, outcome)
+        else:
+            self._owner.ended(work)
+        self._telemetry.observe_outcome(outcome, sla_met=_sla_met(outcome, work, policy))
+        if self._on_outcome is not None:
+            self._on_outcome(outcome)
+        if outcome.result not in _QUIET:
+            self._log.warning(
+                "request failed",
+                request_id=exchange.request_id,
+                result=outcome.result,
+                reason=outcome.reason,
+                status=outcome.status,
+                engine=outcome.engine,
+                attempts=outcome.attempts,
+                repeat_key=f"{outcome.result} {outcome.reason} {outcome.engine}",
+            )
+
+
+_QUIET = frozenset({Result.COMPLETED, Result.CANCELLED, Result.CLIENT_ERROR})
+
+
+def _sla_met(outcome: Outcome, work: Work, policy: Policy) -> bool | None:
+    """Whether a work met its class's TTFT objective; None where there is none to meet."""
+    objective_s = policy.class_policy(work.class_name).ttft_objective_s(work.prompt_tokens)
+    if objective_s is None or outcome.result in {Result.CANCELLED, Result.CLIENT_ERROR}:
+        return None
+    return outcome.result is Result.COMPLETED and outcome.ttft_s is not None and outcome.ttft_s <= objective_s
+
+
+def _asks_usage(exchange: Exchange, backend: Backend) -> bool:
+    """Whether to ask the engine for the usage event that the client did not ask for."""
+    return (
+        exchange.facts.stream
+        and not exchange.facts.wants_usage
+        and exchange.path in _USAGE_PATHS
+        and backend.capabilities.include_usage
+    )
+
+
+def _tell(reply: Reply, fault: Fault) -> None:
+    if fault.body is None:
+        reply.fail(fault.refusal)
+    else:
+        reply.relay_error(fault.refusal, fault.body, fault.content_type)
+
+
+def _shed(reason: str, message: str, retry_after_s_: float) -> Refusal:
+    return Refusal(429, message, "rate_limit_error", reason, retry_after_s=retry_after_s_)
+
+
+def _set_header(exchange: Exchange, name: str, value: str) -> None:
+    exchange.response_headers[:] = [pair for pair in exchange.response_headers if pair[0] != name]
+    exchange.response_headers.append((name, value))
+
+
+def _nothing(_engine_ttft_s: float) -> None:
+    """A stored response's follow-up teaches nothing about first tokens."""
