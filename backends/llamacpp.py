@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from backends.base import BackendError, Capabilities, Measured, Probe, Sample, Signal
+from backends.base import BackendError, Capabilities, Measured, Probe, Signal
 from backends.dialects.payload import child, count, text
 from backends.exposition import Series
 from backends.openai_compatible import OpenAICompatible
@@ -31,10 +31,10 @@ Slots = Sequence[Mapping[str, object]]
 class LlamaCpp(OpenAICompatible):
     """See the module header."""
 
-    kind: ClassVar[str] = "llamacpp"
+    kind: str = "llamacpp"
     understands: ClassVar[Capabilities] = Capabilities(include_usage=True)
 
-    async def sample(self) -> Sample:
+    async def _measure(self) -> dict[Signal, Measured]:
         problem: BackendError | None = None
         found: Mapping[str, Series] = {}
         try:
@@ -59,7 +59,7 @@ class LlamaCpp(OpenAICompatible):
         if _GENERATED in found:
             running: Series = [({}, float(_generated(slot))) for slot in busy]
             values[Signal.GENERATION_TOKENS_TOTAL] = total([*found[_GENERATED], *running], _GENERATED)
-        return Sample(self._monotonic(), values)
+        return values
 
     async def _probe(self) -> Probe:
         health = await self._get("/health")

@@ -2,7 +2,7 @@
 
 Of an unknown server only the model list is asked for: `/health` may be missing, there are no metrics that could be
 trusted to mean something, and nothing is added to a body. A known kind is a subclass that says what its metrics are
-called (`sample`), what its readiness looks like (`_probe`) and what it understands (`capabilities`).
+called (`_measure`), what its readiness looks like (`_probe`) and what it understands (`capabilities`).
 
 A probe or sample is bounded by the address's sample_s, whatever the polling interval: under a long prefill an engine's
 pages are slow while its streams run well, which is no fault. The engine side's HTTP is the pool's business.
@@ -23,11 +23,13 @@ from backends.base import (
     EngineAddress,
     EngineRequest,
     Headers,
+    Measured,
     ModelCard,
     Priority,
     Probe,
     Receiver,
     Sample,
+    Signal,
 )
 from backends.dialects import read_error
 from backends.dialects.payload import count, load, text
@@ -78,7 +80,7 @@ class OpenAICompatible:
                         nothing on the wire tells (engines accept the field and ignore it)
     """
 
-    kind: ClassVar[str] = "openai"
+    kind: str = "openai"
     understands: ClassVar[Capabilities] = Capabilities()
     priority: ClassVar[Priority | None] = None
 
@@ -110,8 +112,14 @@ class OpenAICompatible:
         return self._pool.call(request, receiver)
 
     async def sample(self) -> Sample:
-        """A server of no known kind has no signals; that it has none is its sample."""
-        return Sample(self._monotonic())
+        """Measure once. Raises BackendError, also when the engine takes longer than its bound."""
+        try:
+            async with asyncio.timeout(self._sample_s):
+                values = await self._measure()
+        except TimeoutError:
+            bound = f"{self._sample_s:g} s"
+            raise BackendError(f"engine {self.name} gave no sample within {bound}; its last one grows old") from None
+        return Sample(self._monotonic(), values)
 
     async def probe(self) -> Probe:
         """Ask once who serves here. Every failure is a Probe that is not ready, with what was wrong."""
@@ -132,6 +140,10 @@ class OpenAICompatible:
         return f"<{type(self).__name__} {self.name} models={sorted(self.models)}>"
 
     # -- for adapters ----------------------------------------------------------------------------------------------
+
+    async def _measure(self) -> Mapping[Signal, Measured]:
+        """The signals now. A server of no known kind has none, and that it has none is its sample."""
+        return {}
 
     async def _probe(self) -> Probe:
         """Health, then models, then version; the first that is not as it should be decides."""
@@ -176,13 +188,7 @@ class OpenAICompatible:
 
     async def _scrape(self, wanted: Collection[str]) -> dict[str, Series]:
         """The engine's own series of the wanted names on /metrics. Raises BackendError."""
-        try:
-            async with asyncio.timeout(self._sample_s):
-                answer = await self._get("/metrics")
-        except TimeoutError:
-            raise BackendError(
-                f"engine {self.name}: GET /metrics took longer than {self._sample_s:g} s; its last sample grows old"
-            ) from None
+        answer = await self._get("/metrics")
         if not answer.ok:
             raise BackendError(self._refused(answer))
         found = {name: own(series, self.models) for name, series in parse(answer.body, wanted).items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from backends.base import BackendError, Capabilities, Measured, Priority, Probe, Sample, Signal
+from backends.base import BackendError, Capabilities, Measured, Priority, Probe, Signal
 from backends.dialects.payload import count, text
 from backends.exposition import Series
 from backends.openai_compatible import OpenAICompatible
@@ -36,13 +36,13 @@ _INFO_ROUTES = ("/get_server_info", "/server_info")
 class SGLang(OpenAICompatible):
     """See the module header. Without --enable-metrics there is no /metrics: samples hold what /get_server_info said."""
 
-    kind: ClassVar[str] = "sglang"
+    kind: str = "sglang"
     understands: ClassVar[Capabilities] = Capabilities(include_usage=True)
     priority: ClassVar[Priority | None] = Priority.HIGHER_FIRST
 
     _constants: Mapping[Signal, Measured] = {}
 
-    async def sample(self) -> Sample:
+    async def _measure(self) -> dict[Signal, Measured]:
         try:
             found = await self._scrape(METRICS)
         except BackendError:
@@ -60,7 +60,7 @@ class SGLang(OpenAICompatible):
         for signal, name in ((Signal.KV_BLOCK_TOKENS, _PAGE), (Signal.START_TIME_S, _STARTED)):
             if name in found:
                 values[signal] = total(found[name][:1], name)
-        return Sample(self._monotonic(), values)
+        return values
 
     async def _probe(self) -> Probe:
         probe = await super()._probe()

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-from backends.base import Capabilities, Measured, ModelCard, Probe, Sample, Signal
+from backends.base import Capabilities, Measured, ModelCard, Probe, Signal
 from backends.dialects.payload import count, text
 from backends.exposition import Series
 from backends.openai_compatible import OpenAICompatible
@@ -44,7 +44,7 @@ _ROUTES = frozenset(
 class Tgi(OpenAICompatible):
     """See the module header."""
 
-    kind: ClassVar[str] = "tgi"
+    kind: str = "tgi"
     understands: ClassVar[Capabilities] = Capabilities(include_usage=True)
 
     _seats: Measured | None = None
@@ -53,7 +53,7 @@ class Tgi(OpenAICompatible):
         """TGI's routes are few and old, so they are listed."""
         return path in _ROUTES
 
-    async def sample(self) -> Sample:
+    async def _measure(self) -> dict[Signal, Measured]:
         found = await self._scrape(METRICS)
         if _BUDGET in found and not any(value for name in _WORK_DONE for _, value in found.get(name, [])):
             for name in (_RUNNING, _WAITING, _RESERVED):
@@ -67,7 +67,7 @@ class Tgi(OpenAICompatible):
             values.update(_budget(found))
         if self._seats is not None:
             values[Signal.SEATS] = self._seats
-        return Sample(self._monotonic(), values)
+        return values
 
     async def _probe(self) -> Probe:
         health = await self._get("/health")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from backends.base import Capabilities, Measured, Priority, Sample, Signal
+from backends.base import Capabilities, Measured, Priority, Signal
 from backends.exposition import Series
 from backends.openai_compatible import OpenAICompatible
 from backends.series import fullest, label_number, total
@@ -35,11 +35,11 @@ METRICS = (*_FRACTIONS, _CACHE, _WAITING, _SWAPPED, _STARTED, *(name for _, name
 class Vllm(OpenAICompatible):
     """See the module header."""
 
-    kind: ClassVar[str] = "vllm"
+    kind: str = "vllm"
     understands: ClassVar[Capabilities] = Capabilities(include_usage=True, return_token_ids=True)
     priority: ClassVar[Priority | None] = Priority.LOWER_FIRST
 
-    async def sample(self) -> Sample:
+    async def _measure(self) -> dict[Signal, Measured]:
         found = await self._scrape(METRICS)
         values = {
             signal: total(found[name], name)
@@ -55,7 +55,7 @@ class Vllm(OpenAICompatible):
         if _STARTED in found:
             values[Signal.START_TIME_S] = total(found[_STARTED][:1], _STARTED)
         values.update(_cache_size(found.get(_CACHE, [])))
-        return Sample(self._monotonic(), values)
+        return values
 
 
 def _cache_size(series: Series) -> dict[Signal, Measured]:

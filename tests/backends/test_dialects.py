@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.dialects import EngineError, StreamReader, open_reader
@@ -105,6 +105,7 @@ def test_a_recorded_stream_is_counted_as_its_json_says(name: str) -> None:
     assert seen.reader.terminated == (seen.error is None)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(RECORDED),
     st.lists(st.integers(0, 4000), max_size=30),
@@ -124,6 +125,7 @@ def test_no_cut_of_a_recorded_stream_changes_what_is_read(
         assert (seen.reader.started, seen.forwarded) == (whole.reader.started, whole.forwarded)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(max_size=8), min_size=1, max_size=12), st.lists(st.integers(0, 4000), max_size=12), st.booleans()
 )
@@ -336,6 +338,7 @@ def test_after_an_error_nothing_more_goes_out() -> None:
     assert (later and later.forward, later and later.error) == (b"", first.error)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60), st.sampled_from(["openai", "responses", "messages", "tgi"]))
 def test_no_bytes_make_a_reader_raise(junk: bytes, dialect: str) -> None:
     stream = chat("x") + b"data: " + junk + b"\n\n" + b"data: {" + junk + b"}\n\n"
@@ -365,6 +368,7 @@ KEYS = [
 ]
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from(KEYS), json_values | st.dictionaries(st.sampled_from(KEYS), json_values)),
     st.sampled_from(["openai", "responses", "messages", "tgi"]),

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backends.sse import EventSplitter, events
@@ -57,6 +57,7 @@ def reference_events(data: bytes) -> list[tuple[bytes, bytes]]:
     return found
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=20), st.lists(st.integers(0, 200), max_size=12), st.integers(1, 40))
 @example([b"data:x", b"\r", b"\r", b"\n", b"data:x", b"\n\n"], [7, 8, 9], 4)
 def test_what_goes_out_is_what_came_in(pieces: list[bytes], at: list[int], hold_max_bytes: int) -> None:
@@ -67,6 +68,7 @@ def test_what_goes_out_is_what_came_in(pieces: list[bytes], at: list[int], hold_
     assert out == data
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES[:-1]), max_size=20), st.lists(st.integers(0, 200), max_size=12))
 def test_events_are_the_same_for_every_cut(pieces: list[bytes], at: list[int]) -> None:
     data = b"".join(pieces)
