@@ -21,9 +21,12 @@ from collections.abc import Iterator, Mapping
 
 import orjson
 
+from gateway.ingress.multipart import renamed
+
 _STRUCTURE = re.compile(rb'["{}\[\]]')
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _SCALAR = re.compile(rb"[^,}\] \t\r\n]+")
+_OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _QUOTE, _COMMA, _BACKSLASH = b'",\\'
 _OPENING = frozenset(b"{[")
 _MERGED = frozenset({"stream_options"})
@@ -37,7 +40,12 @@ def edited(
     priority: int | None = None,
     return_token_ids: bool = False,
 ) -> bytes:
-    """The body with the edits that are asked for; None and False ask for nothing."""
+    """The body with the edits that are asked for; None and False ask for nothing.
+
+    Of a multipart body only the model can be edited. Anything else that is no JSON object stays as it is.
+    """
+    if not _OBJECT.match(body):
+        return body if model is None else renamed(body, model)
     edits: dict[str, bytes] = {}
     if model is not None:
         edits["model"] = orjson.dumps(model)

@@ -26,7 +26,7 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError, _ErrInfo
 
 from gateway.errors import Refusal
-from gateway.ingress.wire import closing_answer
+from gateway.ingress.wire import DateLine, closing_answer
 
 KEEPALIVE_S = 75.0
 """Idle time after which a kept-alive connection is closed; above the 60 s of common proxies, so that they close first."""
@@ -104,8 +104,13 @@ class Connection(RequestHandler):
 
     @property
     def idle(self) -> bool:
-        """True while no request is being handled: the connection waits for a head."""
-        return self._waiter is not None and not self._waiter.done() and not self._messages
+        """True while no request is being handled: the connection waits for a head.
+
+        Before the first request aiohttp's task may not have run yet (uvloop delivers bytes that early).
+        """
+        if self._waiter is None:
+            return self._request_count == 0
+        return not self._waiter.done() and not self._messages
 
     @property
     def draining(self) -> bool:
@@ -129,7 +134,7 @@ class Connection(RequestHandler):
         if self._server.open_connections >= self._bounds.connections_max:
             self._force_close = True
             real = cast("asyncio.Transport", transport)
-            real.write(closing_answer(_TOO_MANY_CONNECTIONS))
+            real.write(closing_answer(_TOO_MANY_CONNECTIONS, self._server.date_line))
             self.close_soon(real)
             return
         super().connection_made(transport)
@@ -188,7 +193,7 @@ class Connection(RequestHandler):
         if self.watcher is not None and self.watcher.started:
             raise ConnectionError("the answer had begun")
         if self.transport is not None:
-            self.transport.write(closing_answer(_parse_refusal(status, exc)))
+            self.transport.write(closing_answer(_parse_refusal(status, exc), self._server.date_line))
         return self._server.close_after
 
     def _tell_broken_body(self) -> None:
@@ -215,16 +220,19 @@ class Connection(RequestHandler):
     def _refuse_head(self, refusal: Refusal) -> None:
         self._head_whole()
         if self.idle and self.transport is not None:
-            self.transport.write(closing_answer(refusal))
+            self.transport.write(closing_answer(refusal, self._server.date_line))
             self.force_close()
 
 
 class HttpServer(web.Server):
     """Makes one `Connection` per accepted socket and counts them. Cancels a handler whose client is gone."""
 
-    def __init__(self, handler: Any, bounds: ConnectionBounds, *, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, handler: Any, bounds: ConnectionBounds, date_line: DateLine, *, loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(handler, handler_cancellation=True, loop=loop)
         self._bounds = bounds
+        self.date_line = date_line
         self.open_connections = 0
         self.draining = False
         self.keep_after = Written(keep_alive=True)

@@ -50,12 +50,10 @@ def read_json(
     path: str,
     always_stream: bool = False,
     default_model: str | None = None,
-    model_required: bool = True,
 ) -> Facts:
     """The facts of a JSON body. Raises a 400 Refusal when it is no object or names no usable model.
 
     default_model    taken when the body names none
-    model_required   False: a body without a model is fine even without a default; model is then ""
     """
     try:
         document = orjson.loads(body)
@@ -69,7 +67,7 @@ def read_json(
     tier = fields.get("service_tier")
     previous = fields.get("previous_response_id")
     return Facts(
-        model=_model(fields, default_model, required=model_required),
+        model=_model(fields, default_model),
         stream=always_stream or fields.get("stream") is True,
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
         prompt_tokens=_prompt_tokens(fields),
@@ -89,13 +87,11 @@ def checked_model(model: object) -> str:
     return model
 
 
-def _model(fields: _Object, default_model: str | None, *, required: bool) -> str:
+def _model(fields: _Object, default_model: str | None) -> str:
     model = fields.get("model")
     if model is None:
         if default_model is not None:
             return default_model
-        if not required:
-            return ""
         raise _bad_model("model is missing: expected the name of a served model; GET /v1/models lists them")
     return checked_model(model)
 

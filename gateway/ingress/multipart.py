@@ -35,6 +35,20 @@ def read_multipart(body: bytes, content_type: str, *, default_model: str | None 
     return Facts(model=checked_model(model), stream=stream, prompt_tokens=MEDIA_TOKENS)
 
 
+def renamed(body: bytes, model: str) -> bytes:
+    """The body, which `read_multipart` has accepted, with another model name in it; all else stays.
+
+    The boundary is read off the body's first line; a body that begins otherwise (a preamble) stays as it is.
+    """
+    line_end = body.find(b"\r\n", 2, 2 + 70 + 2)
+    if not body.startswith(b"--") or line_end < 0:
+        return body
+    for name, start, end in reversed(_parts(body, body[2:line_end].rstrip(b" \t"))):
+        if name == b"model":
+            body = b"%b%b%b" % (body[:start], model.encode(), body[end:])
+    return body
+
+
 def _boundary(content_type: str) -> bytes:
     found = _BOUNDARY.search(content_type)
     if found is None:

@@ -101,7 +101,7 @@ class Ingress:
             header_max_bytes=settings.limits.header_max_bytes,
             connections_max=settings.limits.connections_max,
         )
-        self._http = HttpServer(self._handle, bounds, loop=self._loop)
+        self._http = HttpServer(self._handle, bounds, self._date_line, loop=self._loop)
         self._listeners: list[asyncio.Server] = []
         self._quiet = asyncio.Event()
         self._quiet.set()

@@ -18,7 +18,7 @@ JSON = ("content-type", "application/json")
 
 
 class DateLine:
-    """The `Date` field, made at most once a second.
+    """The `Server` and `Date` fields as whole lines, made at most once a second.
 
     wall_s gives seconds since the epoch.
     """
@@ -56,10 +56,10 @@ def refusal_headers(refusal: Refusal) -> list[tuple[str, str]]:
     return headers
 
 
-def closing_answer(refusal: Refusal) -> bytes:
+def closing_answer(refusal: Refusal, date_line: DateLine) -> bytes:
     """A whole answer after which the connection ends, for when there is no request to answer to."""
     body = render_body(refusal, Dialect.OPENAI)
-    own = f"server: {SERVER}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+    own = f"{date_line()}content-length: {len(body)}\r\nconnection: close\r\n"
     return head(refusal.status, own, refusal_headers(refusal)) + body
 
 

@@ -65,7 +65,7 @@ async def served(form: Serve, script: Script, *, stalled_s: float = 5.0) -> Asyn
         return await form(script, asked, server)
 
     bounds = ConnectionBounds(head_s=5, stalled_s=stalled_s, header_max_bytes=65536, connections_max=100)
-    server = HttpServer(handle, bounds, loop=asyncio.get_running_loop())
+    server = HttpServer(handle, bounds, DateLine(lambda: 0.0), loop=asyncio.get_running_loop())
     listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
     try:
         yield listener.sockets[0].getsockname()[1]

@@ -120,3 +120,16 @@ def test_without_edits_it_is_the_same_object() -> None:
 @pytest.mark.parametrize("empty", [b"{}", b" { \n } "])
 def test_an_empty_object_gets_its_first_member_without_a_comma(empty: bytes) -> None:
     assert orjson.loads(splice(empty, {"a": b"1", "b": b"2"})) == {"a": 1, "b": 2}
+
+
+def test_a_multipart_alias_is_replaced_and_every_other_byte_stays() -> None:
+    sound = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nname="model"\r\n\r\nno\xff\r\n'
+    head = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n'
+    body = sound + head + b"alias\r\n--b--\r\n"
+
+    assert edited(body, model="whisper", include_usage=True) == sound + head + b"whisper\r\n--b--\r\n"
+
+
+@pytest.mark.parametrize("body", [b"", b"plain text", b"[1]", b"--no boundary"])
+def test_a_body_that_cannot_be_edited_stays(body: bytes) -> None:
+    assert edited(body, model="m", include_usage=True, priority=1) == body

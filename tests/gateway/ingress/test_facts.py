@@ -19,8 +19,8 @@ CHAT = "/v1/chat/completions"
 BOUNDARY = "multipart/form-data; boundary=----b0"
 
 
-def facts(path: str = CHAT, **body: object) -> Facts:
-    return read_json(orjson.dumps({"model": "m", **body}), path=path)
+def facts(at_path: str = CHAT, /, **body: object) -> Facts:
+    return read_json(orjson.dumps({"model": "m", **body}), path=at_path)
 
 
 def refusal_of(body: bytes) -> Refusal:

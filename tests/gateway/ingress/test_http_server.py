@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import uvloop
 
 from gateway.exchange import Exchange
 from gateway.ingress.auth import Key, KeyRing, digest
 from gateway.settings import Limits, Settings, Timeouts
-from tests.gateway.ingress.conftest import Start
+from tests.gateway.ingress.conftest import ScriptedService, Start, standing
 from tests.gateway.ingress.raw_client import RawClient, chat, request, until
 
 CHAT = "/v1/chat/completions"
@@ -96,7 +97,7 @@ async def test_what_cannot_be_parsed_gets_a_json_error_and_a_close(start: Start,
 
     assert (answer.status, answer.one("content-type"), rest) == (400, "application/json", b"")
     assert "sk-secret" not in str(answer.json())
-    assert answer.one("connection") == "close"
+    assert (answer.one("connection"), answer.one("server"), bool(answer.one("date"))) == ("close", "headrace", True)
 
 
 async def test_a_long_token_and_a_long_cookie_pass(start: Start) -> None:
@@ -118,7 +119,7 @@ async def test_a_long_token_and_a_long_cookie_pass(start: Start) -> None:
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n" + b"X-Many: 1\r\n" * 200 + b"\r\n",
         b"POST /v1/" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
-        + b"".join(b"X-%d: %b\r\n" % (n, b"x" * 60_000) for n in range(5)),
+        + b"".join(b"X-%d: %b\r\n" % (n, b"x" * 60_000) for n in range(9)),
     ],
 )
 async def test_a_head_past_the_bounds_is_431(start: Start, head: bytes) -> None:
@@ -254,6 +255,18 @@ async def test_a_slow_head_on_a_used_connection_is_408(start: Start) -> None:
         second = await client.answer()
 
     assert (first.status, second.status) == (200, 408)
+
+
+def test_a_slow_head_is_408_on_uvloop_which_delivers_bytes_before_the_first_turn() -> None:
+    async def talk() -> int:
+        settings = Settings(timeouts=Timeouts(request_head_s=0.05))
+        async with standing(settings, KeyRing(), ScriptedService()) as stand, RawClient(stand.port) as client:
+            return (await client.ask(b"POST /v1/chat/comple")).status
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(talk())
+
+    assert status == 408
 
 
 async def test_a_silent_body_is_408(start: Start) -> None:
