@@ -3,7 +3,8 @@
 A choice bears a token when it shows any of what a model can say (text, reasoning, tool calls, refusal, audio) or lists
 token_ids. Its first event is often a role and nothing else, which is no token; an empty text later is one (half a
 UTF-8 character), unless it comes with a finish reason. TGI sends `finish_reason: ""` until the end, so only a
-non-empty one finishes a sequence. Audio transcriptions use typed events and are read here too.
+non-empty one finishes a sequence. Two streams of the same routes' neighbours are read here too: the typed events of
+audio transcriptions, and llama.cpp's own /completion, which ends with `"stop": true` and no [DONE].
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ class OpenAIReader(EventReader):
         if isinstance(kind, str):
             self._on_audio(kind)
             return Verdict.KEEP
+        if isinstance(payload.get("stop"), bool):
+            self._on_completion(payload)
+            return Verdict.KEEP
         return Verdict.DROP if self._strip_usage and isinstance(usage, dict) else Verdict.KEEP
 
     def _on_choice(self, choice: JsonObject) -> EngineError | None:
@@ -72,6 +76,18 @@ class OpenAIReader(EventReader):
             self._count(1)
         elif kind in _LAST_AUDIO_EVENTS:
             self.started = self.finished = self.terminated = True
+
+    def _on_completion(self, payload: JsonObject) -> None:
+        tokens = payload.get("tokens")
+        if payload.get("content") or tokens:
+            self._count(len(tokens) if isinstance(tokens, list) and tokens else 1)
+        if payload["stop"]:
+            usage = {
+                "prompt_tokens": payload.get("tokens_evaluated"),
+                "completion_tokens": payload.get("tokens_predicted"),
+            }
+            self._take_usage(usage)
+            self.finished = self.terminated = True
 
     def _plain_text(self, payload: JsonObject) -> str:
         choices = payload.get("choices")

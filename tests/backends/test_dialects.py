@@ -230,6 +230,26 @@ def test_an_empty_finish_reason_finishes_nothing() -> None:
     assert (seen.reader.finished, seen.reader.terminated) == (False, True)
 
 
+def test_the_native_stream_of_llama_cpp_ends_with_stop() -> None:
+    first = event({"index": 0, "content": " Paris", "tokens": [7042], "stop": False, "tokens_predicted": 1})
+    last = event({"content": "", "tokens": [], "stop": True, "tokens_predicted": 1, "tokens_evaluated": 5})
+
+    half = read([first])
+    whole = read([first + last])
+
+    assert facts(half)[:5] == (True, 1, (None, None), False, False)
+    assert facts(whole)[:5] == (True, 1, (5, 1), True, True)
+
+
+def test_an_audio_stream_ends_with_its_last_typed_event() -> None:
+    delta = event({"type": "transcript.text.delta", "delta": "hey"})
+    last = event({"type": "transcript.text.done", "text": "hey", "usage": {"input_tokens": 9, "output_tokens": 1}})
+
+    seen = read([delta, last])
+
+    assert facts(seen) == (True, 1, (9, 1), True, True, None, delta + last)
+
+
 # -- usage ----------------------------------------------------------------------------------------------------------
 
 USAGE = event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}})
