@@ -22,7 +22,7 @@ from typing import Self
 
 from aiohttp import web
 
-from backends.base import Backend, BackendError, EngineAddress
+from backends.base import Backend, EngineAddress
 from backends.connection import EnginePool
 from backends.detect import detect, make_backend
 from gateway.addresses import parse_listen
@@ -93,6 +93,7 @@ class Gateway:
         self._rng = rng or random.Random()
         self._sole = sole if sole is not None else queue is None and settings.redis_url is None
         self._stack = AsyncExitStack()
+        self._valkey: EmbeddedValkey | None = None
         self._decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
 
     async def __aenter__(self) -> Self:
@@ -114,7 +115,10 @@ class Gateway:
         settings = self.settings
         self.telemetry = Telemetry(version=version("headrace"), longest_s=settings.timeouts.total_s)
         self.store = PolicyStore(
-            settings.policy_file, engines=[engine.name for engine in settings.engines], log=self._log
+            settings.policy_file,
+            engines=[engine.name for engine in settings.engines],
+            log=self._log,
+            clock=self._clock,
         )
         keys = None if settings.keys_file is None else KeysFile(settings.keys_file, self._log)
         no_keys = KeyRing()
@@ -202,6 +206,8 @@ class Gateway:
             tasks.start(name, run())
         if keys is not None:
             tasks.start("keys", keys.run())
+        if self._valkey is not None:
+            tasks.start("valkey", self._valkey.keep_running())
         await self._listen(stack)
 
     async def _open_queue(self, stack: AsyncExitStack) -> Queue:
@@ -209,8 +215,8 @@ class Gateway:
             return self._given_queue
         url = self.settings.redis_url
         if url is None:
-            server = await stack.enter_async_context(EmbeddedValkey(self.settings.state_dir))
-            url = server.url
+            self._valkey = await stack.enter_async_context(EmbeddedValkey(self.settings.state_dir, log=self._log))
+            url = self._valkey.url
         queue = RedisQueue(connect(url), pool=POOL, log=self._log, rng=self._rng)
         stack.push_async_callback(queue.close)
         return queue
@@ -266,16 +272,13 @@ class Gateway:
             settings.name, settings.url, settings.api_key, connect_s=self.settings.timeouts.connect_s
         )
         pool = EnginePool(address)
-        try:
-            kind = await detect(pool) if settings.kind == "auto" else settings.kind
-        except BackendError as error:
-            engine.detail = str(error)
-            kind = None
+        kind = await detect(pool) if settings.kind == "auto" else settings.kind
         if kind is None:
+            engine.detail = "does not answer yet"
             await pool.close()
             return None
         self._log.info("engine found", engine=settings.name, kind=kind)
-        return make_backend(kind, address, pool)
+        return make_backend(kind, address, pool, monotonic=self._clock.now_s)
 
     async def _close_backends(self) -> None:
         for engine in self.roster:
@@ -306,9 +309,7 @@ class Gateway:
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
         depths = {name: self.dispatcher.depth(name) for name in self.store.current.classes}
         telemetry.queue(depths)
-        telemetry.policy(
-            self.store.current.version, generation=self.store.generation, reload_failed=self.store.reload_failed
-        )
+        telemetry.policy(self.store.current.version, generation=self.store.generation, reload_failed=self.store.failed)
         telemetry.set(CONNECTIONS, self.ingress.open_connections)
         telemetry.set(BODIES_HELD, self.ingress.bodies_held_bytes)
         telemetry.set(REDIS_UP, int(self.presence.connected))
@@ -360,8 +361,8 @@ class Gateway:
         return {
             "version": self.store.current.version,
             "generation": self.store.generation,
-            "reload_failed": self.store.reload_failed,
-            "last_error": [str(problem) for problem in self.store.last_error],
+            "reload_failed": self.store.failed,
+            "last_error": [str(problem) for problem in self.store.problems],
             "policy": effective(self.store.current),
         }
 
