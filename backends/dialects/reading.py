@@ -261,7 +261,8 @@ class EventReader(ABC):
             self._long = bytearray(piece[-2:])
             return self._judge(piece, whole)
         self._long = bytearray(piece)
-        self.started = self.started or not self._opens(piece[:LONG_HEAD_BYTES])
+        if whole.data and not self._opens(piece[:LONG_HEAD_BYTES]):
+            self.started = True
         return Verdict.KEEP
 
     def _end_long(self, block: bytes) -> int:

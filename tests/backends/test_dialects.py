@@ -432,6 +432,15 @@ def test_long_opening_events_do_not_start_a_stream() -> None:
     assert (openai.reader.started, openai.reader.tokens) == (False, 0)
 
 
+def test_a_long_comment_does_not_start_a_stream() -> None:
+    comment = b": " + b"x" * 40_000
+
+    seen = read([comment[:30_000], comment[30_000:], b"\n\n", chat("a")])
+
+    assert (seen.reader.tokens, seen.forwarded) == (1, comment + b"\n\n" + chat("a"))
+    assert read([comment]).reader.started is False
+
+
 def test_the_usage_of_a_long_last_event_is_read() -> None:
     response = {"output": "x" * 100_000, "usage": {"input_tokens": 5, "output_tokens": 9}}
     block = event({"type": "response.completed", "sequence_number": 3, "response": response}, "response.completed")
