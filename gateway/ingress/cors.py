@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-_EXPOSED = "x-request-id, retry-after, retry-after-ms, x-ratelimit-limit-requests, x-ratelimit-remaining-requests"
+_EXPOSED = "*"
 _FIELD_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+\-.^_`|~]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+\-.^_`|~]+)*")
 _REQUEST_HEADERS_MAX = 2048
 _MAX_AGE_S = 600

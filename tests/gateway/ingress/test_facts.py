@@ -179,6 +179,16 @@ def test_odd_shapes_are_never_an_error(body: dict[str, object], path: str) -> No
     assert 1 <= read.sequences <= SEQUENCES_MAX
 
 
+def test_hostile_part_heads_take_linear_time() -> None:
+    head = b"------b0\r\n" + b"content-disposition:" * 800 + b"\r\n\r\nx\r\n"
+    began_s = time.process_time()
+
+    with pytest.raises(Refusal):
+        read_multipart(head * 900 + END, BOUNDARY)
+
+    assert time.process_time() - began_s < 1.0
+
+
 def part(name: str, content: bytes, file: str = "") -> bytes:
     extra = f'; filename="{file}"' if file else ""
     return f'------b0\r\nContent-Disposition: form-data; name="{name}"{extra}\r\n\r\n'.encode() + content + b"\r\n"
