@@ -10,8 +10,8 @@ HTTP face goes on answering, the gauges stand still, and what is submitted is no
 
 from __future__ import annotations
 
-import asyncio
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from backends.simulated.engine import Engine
@@ -32,10 +32,34 @@ class Listener(Protocol):
         ...
 
 
+class Wake(Protocol):
+    """A call to come."""
+
+    def cancel(self) -> None:
+        """Let it not come."""
+        ...
+
+
+class Loop(Protocol):
+    """What a driver needs of an event loop."""
+
+    def time(self) -> float:
+        """Seconds."""
+        ...
+
+    def call_soon(self, callback: Callable[[], object], /) -> Wake:
+        """Call this loop turn."""
+        ...
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Wake:
+        """Call at a time on the loop's clock."""
+        ...
+
+
 class Driver:
     """See the module header."""
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, *, speed: float = 1.0) -> None:
+    def __init__(self, engine: Engine, loop: Loop, *, speed: float = 1.0) -> None:
         if not speed > 0 or math.isinf(speed):
             raise ValueError(f"speed {speed}: must be > 0 and finite; 1 is real time")
         self.engine = engine
@@ -46,13 +70,18 @@ class Driver:
         self._held: list[Sequence] = []
         self._listeners: dict[Sequence, Listener] = {}
         self._showing: dict[Sequence, Listener] = {}
-        self._wake: asyncio.Handle | None = None
+        self._wake: Wake | None = None
 
     @property
     def now_s(self) -> float:
         """Engine time."""
         loop_s = self._loop.time() if self._frozen_s is None else self._frozen_s
         return (loop_s - self._origin_s) * self.speed
+
+    @property
+    def held(self) -> int:
+        """Sequences submitted since `freeze`, which the engine has not seen."""
+        return len(self._held)
 
     @property
     def frozen(self) -> bool:
@@ -94,8 +123,9 @@ class Driver:
         self._origin_s += self._loop.time() - self._frozen_s
         self._frozen_s = None
         held, self._held = self._held, []
+        now_s = self.now_s
         for sequence in held:
-            self.engine.submit(sequence, self.now_s)
+            self.engine.submit(sequence, now_s)
         self._ensure_awake()
 
     def close(self) -> None:

@@ -227,15 +227,15 @@ class TgiFace:
             kind = "chat.completion.chunk" if asked.chat else "text_completion"
             return _event(self._openai_head(kind) | more)
 
-        def render(choice: Choice) -> bytes:
-            taken = choice.take()
+        def piece(choice: Choice) -> bytes:
+            taken = choice.take(at_most=1)
             reason = _finish_reason(choice, chat=asked.chat) if taken.last else None if asked.chat else ""
-            piece: dict[str, object] = {"index": choice.index, "logprobs": None, "finish_reason": reason}
-            if asked.chat:
-                piece["delta"] = {"role": "assistant", "content": taken.text}
-            else:
-                piece["text"] = taken.text
-            return chunk({"choices": [piece]} | ({"usage": None} if asked.chat else {}))
+            said: dict[str, object] = {"index": choice.index, "logprobs": None, "finish_reason": reason}
+            said |= {"delta": {"role": "assistant", "content": taken.text}} if asked.chat else {"text": taken.text}
+            return chunk({"choices": [said]} | ({"usage": None} if asked.chat else {}))
+
+        def render(choice: Choice) -> bytes:
+            return b"".join(piece(choice) for _ in range(choice.untaken_tokens))
 
         def tail() -> bytes:
             usage = chunk({"choices": [], "usage": _usage(asked, choices)}) if asked.include_usage else b""
