@@ -28,9 +28,9 @@ class Dialect(StrEnum):
     TGI = "tgi"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Refusal(Exception):
-    """An answer that is not the engine's result.
+    """An answer that is not the engine's result. Never changed once made; not frozen, since raising one sets fields.
 
     status         HTTP status, 400 to 599
     type           OpenAI error type, e.g. "invalid_request_error"

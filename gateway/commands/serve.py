@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import resource
 import sys
 
 import uvloop
@@ -33,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     settings = settings_from(args, os.environ)
+    allow_open_files(2 * settings.limits.connections_max)
     logs = open_logs(log_format=settings.log_format, log_level=settings.log_level)
     logs.adopt_stdlib()
     try:
@@ -40,6 +42,14 @@ def run(args: argparse.Namespace) -> int:
             return runner.run(serve(settings, logs.log))
     finally:
         logs.close()
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise the soft limit of open files towards `wanted`, as far as the hard limit lets us: each stream needs two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def serve(settings: Settings, log: Log) -> int:

@@ -78,7 +78,7 @@ def timed_out(timer: str, bound_s: float, engine: str) -> Fault:
 
 def engine_said(error: EngineError, engine: str) -> Fault:
     """An error the engine reported inside a 200 (an error event, an aborted finish)."""
-    client_error = 400 <= error.status < 500
+    client_error = 400 <= error.status < 500 and error.reason != "overloaded"
     refusal = Refusal(
         status=error.status,
         message=error.message or f"engine {engine} reported an error without a message",

@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from backends.base import Backend, EngineRequest, Priority
+from backends.base import Backend, EngineRequest, Headers, Priority
 from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
 from gateway.control.roster import Roster
@@ -96,6 +97,9 @@ class Service:
         self._ids = (f"{work_ids}-{number:x}" for number in itertools.count(1))
         self._affinity = Affinity()
         self._flow = Flow()
+        # A client may use one request id for several requests, and engines make their own ids from it: the second one
+        # in flight, or the second attempt, needs another.
+        self._request_ids: Counter[str] = Counter()
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer an exchange; see `gateway.ingress.server.Service`."""
@@ -105,6 +109,7 @@ class Service:
             return
         policy = self._store.current
         course = _Course(self._work(exchange, policy))
+        self._request_ids[exchange.request_id] += 1
         self._watchdog.add(reply)
         try:
             await self._carry(exchange, reply, course, policy)
@@ -119,6 +124,9 @@ class Service:
             raise
         finally:
             self._watchdog.discard(reply)
+            self._request_ids[exchange.request_id] -= 1
+            if not self._request_ids[exchange.request_id]:
+                del self._request_ids[exchange.request_id]
             self._settle(exchange, reply, course, policy)
 
     # -- before the queue ------------------------------------------------------------------------------------------
@@ -340,16 +348,17 @@ class Service:
         return end
 
     def _request(self, exchange: Exchange, work: Work, backend: Backend, *, strip_usage: bool) -> EngineRequest:
-        body = exchange.body
         priority = backend.capabilities.priority
-        if body[:1] == b"{" or body[:64].lstrip()[:1] == b"{":
-            body = edited(
-                body,
-                model=work.model if work.model != exchange.facts.model else None,
-                include_usage=strip_usage,
-                priority=None if priority is None else self._engine_priority(work.class_name, priority),
-            )
-        return EngineRequest(exchange.method, exchange.target, exchange.headers, body)
+        body = edited(
+            exchange.body,
+            model=work.model if work.model != exchange.facts.model else None,
+            include_usage=strip_usage,
+            priority=None if priority is None else self._engine_priority(work.class_name, priority),
+        )
+        headers = exchange.headers
+        if work.attempt or self._request_ids[exchange.request_id] > 1:
+            headers = _with_request_id(headers, f"{exchange.request_id}-{work.id}-{work.attempt + 1}")
+        return EngineRequest(exchange.method, exchange.target, headers, body)
 
     def _engine_priority(self, class_name: str, priority: Priority) -> int:
         """Our order of classes as the engine counts it: 0 is the most urgent, or the highest number is."""
@@ -474,6 +483,10 @@ def _shed(reason: str, message: str, retry_after_s_: float) -> Refusal:
 def _set_header(exchange: Exchange, name: str, value: str) -> None:
     exchange.response_headers[:] = [pair for pair in exchange.response_headers if pair[0] != name]
     exchange.response_headers.append((name, value))
+
+
+def _with_request_id(headers: Headers, request_id: str) -> Headers:
+    return [*(pair for pair in headers if pair[0] != b"x-request-id"), (b"x-request-id", request_id.encode())]
 
 
 def _nothing(_engine_ttft_s: float) -> None:
