@@ -35,7 +35,7 @@ class SimulatedConfig:
     model: str = "sim-8b"
     profile: str = "h100_llama31_8b_tp1"
     dialect: Dialect = Dialect.VLLM
-    options: EngineOptions = EngineOptions()
+    options: EngineOptions = field(default_factory=EngineOptions)
     speed: float = 1.0
     seed: int = 0
     api_key: str | None = field(default=None, repr=False)

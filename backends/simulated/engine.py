@@ -17,7 +17,6 @@ from backends.simulated.scheduler import Plan, Scheduler, Totals
 from backends.simulated.sequence import Event, Sequence
 from backends.simulated.step_model import PowerModel, StepModel
 
-
 ROUNDING_S = 1e-9
 """A step that ends no later than this after `until_s` has ended by it: timers and sums of floats are no finer."""
 

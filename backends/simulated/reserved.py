@@ -73,7 +73,7 @@ class ReservedScheduler(Seats):
         self._queue.append(sequence)
         self._waiting += 1
 
-    def plan(self, now_s: float, events: list[Event]) -> Plan:
+    def plan(self, now_s: float, events: list[Event]) -> Plan:  # noqa: ARG002 - nobody is preempted here
         admitted = self._admissible()
         for sequence in admitted:
             self._queue.popleft()

@@ -61,7 +61,7 @@ class Sequence:
 
     def __init__(
         self,
-        id: str,  # noqa: A002 - the domain's word
+        id: str,
         *,
         prompt_tokens: int,
         output_tokens: int,

@@ -62,7 +62,7 @@ class StaticScheduler(Seats):
         self._queue.append(sequence)
         self._waiting += 1
 
-    def plan(self, now_s: float, events: list[Event]) -> Plan:
+    def plan(self, now_s: float, events: list[Event]) -> Plan:  # noqa: ARG002 - nobody is preempted here
         if self._running:
             return Plan((), decodes=True)
         rows: list[Sequence] = []

@@ -359,12 +359,12 @@ class TgiFace:
 
     # The rest -------------------------------------------------------------------------------------------------
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, _request: web.Request) -> web.Response:
         model = self._service.config.model
         card = {"id": model, "object": "model", "created": 0, "owned_by": model}
         return _json_response(orjson.dumps({"object": "list", "data": [card]}))
 
-    async def _info(self, request: web.Request) -> web.Response:
+    async def _info(self, _request: web.Request) -> web.Response:
         service = self._service
         info = {
             "model_id": service.config.model,
@@ -384,10 +384,10 @@ class TgiFace:
         }
         return _json_response(orjson.dumps(info))
 
-    async def _healthy(self, request: web.Request) -> web.Response:
+    async def _healthy(self, _request: web.Request) -> web.Response:
         return web.Response()
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, _request: web.Request) -> web.Response:
         text = render_tgi_metrics(
             self._service.driver.engine,
             self._scheduler,

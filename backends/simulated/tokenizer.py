@@ -35,9 +35,7 @@ class Tokenizer:
         """Token ids of a text; decoding them gives it back."""
         ids: list[int] = []
         known = self._id_of
-        end = 0
         for match in _PIECES.finditer(text):
-            end = match.end()
             piece = match.group()
             number = known.get(piece)
             if number is None:

@@ -201,7 +201,7 @@ class VllmFace:
 
     # Everything else ------------------------------------------------------------------------------------------
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, _request: web.Request) -> web.Response:
         service = self._service
         permission = {
             "id": f"modelperm-{service.config.model}",
@@ -229,16 +229,16 @@ class VllmFace:
         }
         return _json_response(orjson.dumps({"object": "list", "data": [card]}))
 
-    async def _healthy(self, request: web.Request) -> web.Response:
+    async def _healthy(self, _request: web.Request) -> web.Response:
         return web.Response()
 
-    async def _version(self, request: web.Request) -> web.Response:
+    async def _version(self, _request: web.Request) -> web.Response:
         return _json_response(orjson.dumps({"version": VERSION}))
 
-    async def _load(self, request: web.Request) -> web.Response:
+    async def _load(self, _request: web.Request) -> web.Response:
         return _json_response(orjson.dumps({"server_load": self._service.stats.in_flight}))
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, _request: web.Request) -> web.Response:
         service = self._service
         text = render_vllm_metrics(
             service.driver.engine,

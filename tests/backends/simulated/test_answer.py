@@ -1,3 +1,5 @@
+"""The tokenizer is reversible, and answers follow from what came before them."""
+
 from __future__ import annotations
 
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""The driver on a clock that moves only when told."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

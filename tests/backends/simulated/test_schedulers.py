@@ -1,3 +1,5 @@
+"""Who runs, who waits and who gives way, in each of the three kinds of engine."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The closed form of a run of steps, and the profiles that fill it."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The HTTP face of TGI, by a real client over loopback."""
+
 from __future__ import annotations
 
 import asyncio
@@ -20,9 +22,9 @@ Json = dict[str, Any]
 @asynccontextmanager
 async def serving(**settings: Any) -> AsyncIterator[tuple[SimulatedServer, aiohttp.ClientSession]]:
     defaults: Json = {"model": "sim", "dialect": Dialect.TGI, "speed": 200.0}
-    async with SimulatedServer(SimulatedConfig(**(defaults | settings))) as server:
-        async with aiohttp.ClientSession(server.url) as client:
-            yield server, client
+    config = SimulatedConfig(**(defaults | settings))
+    async with SimulatedServer(config) as server, aiohttp.ClientSession(server.url) as client:
+        yield server, client
 
 
 def ask(inputs: str = "tell me about water", **parameters: Any) -> Json:
@@ -62,9 +64,12 @@ async def test_generate_stream_gives_one_event_a_token_and_no_done() -> None:
 
 
 async def test_the_root_route_streams_or_answers_with_a_list() -> None:
-    async with serving() as (_, client):
-        async with client.post("/", json=ask()) as whole, client.post("/", json=ask() | {"stream": True}) as streamed:
-            answers = [await whole.json(), events_of(await streamed.read())]
+    async with (
+        serving() as (_, client),
+        client.post("/", json=ask()) as whole,
+        client.post("/", json=ask() | {"stream": True}) as streamed,
+    ):
+        answers = [await whole.json(), events_of(await streamed.read())]
 
     assert answers[0][0]["generated_text"] == answers[1][-1]["generated_text"]
 
@@ -91,9 +96,12 @@ async def test_the_finish_reason_tells_why_it_ended(length: int | None, paramete
     ],
 )
 async def test_a_bad_request_is_422_whole_and_an_event_in_a_200_stream(body: Json, message: str) -> None:
-    async with serving(options=EngineOptions(max_model_len=300)) as (_, client):
-        async with client.post("/generate", json=body) as whole, client.post("/generate_stream", json=body) as streamed:
-            answer, events = await whole.json(), events_of(await streamed.read())
+    async with (
+        serving(options=EngineOptions(max_model_len=300)) as (_, client),
+        client.post("/generate", json=body) as whole,
+        client.post("/generate_stream", json=body) as streamed,
+    ):
+        answer, events = await whole.json(), events_of(await streamed.read())
 
     assert (whole.status, answer["error_type"]) == (422, "validation")
     assert message in answer["error"]
@@ -101,14 +109,15 @@ async def test_a_bad_request_is_422_whole_and_an_event_in_a_200_stream(body: Jso
 
 
 async def test_beyond_its_permits_it_is_overloaded_in_three_shapes() -> None:
-    async with serving(max_concurrent_requests=0) as (_, client):
-        chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
-        async with (
-            client.post("/generate", json=ask()) as whole,
-            client.post("/generate_stream", json=ask()) as streamed,
-            client.post("/v1/chat/completions", json=chat | {"stream": True}) as openai,
-        ):
-            answer, events, raw = await whole.json(), events_of(await streamed.read()), await openai.read()
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "stream": True}
+
+    async with (
+        serving(max_concurrent_requests=0) as (_, client),
+        client.post("/generate", json=ask()) as whole,
+        client.post("/generate_stream", json=ask()) as streamed,
+        client.post("/v1/chat/completions", json=chat) as openai,
+    ):
+        answer, events, raw = await whole.json(), events_of(await streamed.read()), await openai.read()
 
     assert (whole.status, answer) == (429, {"error": "Model is overloaded", "error_type": "overloaded"})
     assert events == [answer]
@@ -147,9 +156,10 @@ async def test_completions_keep_tgis_own_finish_reason() -> None:
 
 
 async def test_more_prompts_than_a_client_batch_are_refused() -> None:
-    async with serving() as (_, client):
-        async with client.post("/v1/completions", json={"prompt": ["a"] * 5, "max_tokens": 3}) as reply:
-            answer = await reply.json()
+    body = {"prompt": ["a"] * 5, "max_tokens": 3}
+
+    async with serving() as (_, client), client.post("/v1/completions", json=body) as reply:
+        answer = await reply.json()
 
     assert (reply.status, answer["error_type"]) == (422, "validation")
 
@@ -160,7 +170,7 @@ async def test_info_and_metrics_tell_limits_and_use() -> None:
         async with client.get("/metrics") as reply:
             idle = await reply.text()
         asking = asyncio.ensure_future(client.post("/generate_stream", json=ask(max_new_tokens=300, stop=[])))
-        while not server.engine.scheduler.running:
+        while not server.engine.totals.steps:  # noqa: ASYNC110 - the engine sets no event for tests
             await asyncio.sleep(0)
         async with client.get("/metrics") as reply:
             busy = await reply.text()
@@ -171,4 +181,4 @@ async def test_info_and_metrics_tell_limits_and_use() -> None:
     assert info["max_total_tokens"] == 400
     assert "tgi_batch_current_max_tokens" not in idle
     assert re.search(r"^tgi_batch_max_total_tokens 5000\.0$", idle, re.MULTILINE)
-    assert re.search(r"^tgi_batch_current_size 1\.0$", busy, re.MULTILINE) or "tgi_queue_size 0.0" in busy
+    assert re.search(r"^tgi_batch_current_size 1\.0$", busy, re.MULTILINE)
