@@ -158,12 +158,15 @@ class Driver:
         for listener in finished:
             self._listeners.pop(listener.sequence, None)
             self._showing.pop(listener.sequence, None)
+        self._sleep_until_step_end()
         for listener in self._showing.values():
             listener.on_step()
         for listener in finished:
             listener.on_finished()
+
+    def _sleep_until_step_end(self) -> None:
         step_end_s = self.engine.next_step_s()
-        if step_end_s < math.inf and self._wake is None:
+        if step_end_s < math.inf:
             self._wake = self._loop.call_at(self._origin_s + step_end_s / self.speed, self._on_wake)
 
     def __repr__(self) -> str:

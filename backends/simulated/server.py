@@ -31,6 +31,9 @@ BODY_MAX_BYTES = 256 * 1024 * 1024
 KEEP_ALIVE_S = 5.0
 """Idle connections are closed after this, as vLLM's server does."""
 
+CLOSE_GRACE_S = 0.01
+"""What `close` leaves to handlers before it cancels them; whoever wants answers to finish drains first. 0 means ever."""
+
 
 class Face(Protocol):
     """One dialect's HTTP."""
@@ -105,6 +108,11 @@ class SimulatedServer:
             raise RuntimeError("simulated server is not started; enter it with `async with`")
         return self._driver
 
+    @property
+    def in_flight(self) -> int:
+        """Requests being answered, those included that the engine has not seen."""
+        return 0 if self._service is None else self._service.stats.in_flight
+
     def freeze(self) -> None:
         """Stop the engine but not the HTTP face, as when a real engine's core hangs."""
         self.driver.freeze()
@@ -121,7 +129,11 @@ class SimulatedServer:
         application = web.Application(client_max_size=BODY_MAX_BYTES, middlewares=face.middlewares())
         application.add_routes(face.routes())
         self._runner = web.AppRunner(
-            application, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S, access_log=None
+            application,
+            handler_cancellation=True,
+            keepalive_timeout=KEEP_ALIVE_S,
+            shutdown_timeout=CLOSE_GRACE_S,
+            access_log=None,
         )
         await self._runner.setup()
         if self._host is not None:

@@ -416,6 +416,19 @@ async def test_stopping_without_a_timeout_ends_streams_with_abort() -> None:
     assert len(events) < 5000
 
 
+async def test_closing_cuts_streams_without_an_end_and_does_not_wait_for_them() -> None:
+    async with serving(speed=1.0) as (server, client):
+        async with client.post(PLAIN, json=plain(max_tokens=5000, stream=True)) as reply:
+            await until(lambda: server.engine.totals.generation_tokens > 3)
+
+            async with asyncio.timeout(5):
+                await server.close()
+
+            with pytest.raises(aiohttp.ClientError):
+                await reply.read()
+        assert server.in_flight == 0
+
+
 async def test_a_slow_reader_gets_several_tokens_in_one_event_and_loses_none() -> None:
     async with serving() as (server, _):
         body = json.dumps(plain(max_tokens=20_000, stream=True, return_token_ids=True)).encode()
