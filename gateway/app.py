@@ -309,7 +309,13 @@ class Gateway:
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
         depths = {name: self.dispatcher.depth(name) for name in self.store.current.classes}
         telemetry.queue(depths)
-        telemetry.policy(self.store.current.version, generation=self.store.generation, reload_failed=self.store.failed)
+        policy = self.store.current
+        telemetry.policy(
+            policy.version,
+            generation=self.store.generation,
+            reload_failed=self.store.failed,
+            objectives={name: of.ttft_sla_s for name, of in policy.classes.items() if of.ttft_sla_s is not None},
+        )
         telemetry.set(CONNECTIONS, self.ingress.open_connections)
         telemetry.set(BODIES_HELD, self.ingress.bodies_held_bytes)
         telemetry.set(REDIS_UP, int(self.presence.connected))

@@ -17,6 +17,7 @@ import aiohttp
 import uvloop
 from rich.console import Console
 
+from gateway import demo
 from gateway.app import Gateway
 from gateway.demo import llamacpp
 from gateway.demo.engines import EngineDidNotStart, engine_process, real, simulated
@@ -30,6 +31,7 @@ from gateway.stop_signals import stop_signals
 MODEL = "sim-8b"
 REAL_MODEL = "smollm2"
 PROFILES = {"big": "h100_llama31_8b_tp1", "small": "rtx4090_llama31_8b_tp1"}
+POLICY = Path(demo.__path__[0]) / "data" / "policy.yaml"
 DRAIN_S = 3.0
 READ_S = 300.0
 
@@ -111,6 +113,7 @@ def _settings(port: int, folder: Path, engines: tuple[EngineSettings, ...]) -> S
         admin_listen=f"127.0.0.1:{admin}",
         state_dir=folder / "state",
         engines=engines,
+        policy_file=POLICY,
         timeouts=Timeouts(drain_s=DRAIN_S),
     )
 

@@ -19,6 +19,7 @@ from gateway.demo.score import Score
 from gateway.demo.workload import Arrival, Lengths, prompt_text
 
 RETRY_MAX_S = 60.0
+ARRIVE_EVERY_S = 0.5
 _EVENT = b"data: {"
 _ERROR = b'data: {"error"'
 
@@ -44,10 +45,11 @@ class Load:
                 group.create_task(self.send("interactive", arrival.lengths))
 
     async def bulk(self, lengths: Iterator[Lengths], clients: int) -> None:
-        """Keep `clients` requests under way until cancelled."""
+        """Keep `clients` requests under way until cancelled; the clients come one after another, as people do."""
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(self._bulk_client(lengths))
+                await asyncio.sleep(ARRIVE_EVERY_S)
 
     async def _bulk_client(self, lengths: Iterator[Lengths]) -> NoReturn:
         while True:

@@ -25,11 +25,11 @@ def plain_line(elapsed_s: float, page: GatewayPage, figures: Mapping[str, Figure
         (
             f"{elapsed_s:5.0f} s",
             (
-                f"interactive: {interactive.running} running, {page.queued.get('interactive', 0)} queued,"
+                f"interactive: {interactive.running} open, {page.queued.get('interactive', 0)} queued,"
                 f" TTFT p50 {_seconds(interactive.ttft_p50_s)} p99 {_seconds(interactive.ttft_p99_s)}"
                 f" of SLA {_seconds(objective_s)}, {_share(interactive.attained_fraction)} inside"
             ),
-            f"bulk: {bulk.running} running, {page.queued.get('bulk', 0)} queued, {bulk.completed} done",
+            f"bulk: {bulk.running} open, {page.queued.get('bulk', 0)} queued, {bulk.completed} done",
             f"{interactive.tokens_per_s + bulk.tokens_per_s:.0f} tokens/s ({bulk.tokens_per_s:.0f} bulk)",
         )
     )
@@ -46,7 +46,7 @@ def live_view(elapsed_s: float, page: GatewayPage, figures: Mapping[str, Figures
 
 
 def _classes(page: GatewayPage, figures: Mapping[str, Figures]) -> Table:
-    table = Table("class", *("running", "queued", "done", "refused", "failed"), "TTFT p50", "p99", "SLA", "inside SLA")
+    table = Table("class", *("open", "queued", "done", "refused", "failed"), "TTFT p50", "p99", "SLA", "inside SLA")
     table.add_column("tokens/s", justify="right")
     for name, of in figures.items():
         objective_s = page.objective_s.get(name)

@@ -232,8 +232,8 @@ def test_a_plain_line_holds_both_classes_the_sla_and_the_rate() -> None:
 
     line = plain_line(1.0, page(), {name: score.figures() for name, score in scores.items()})
 
-    assert "interactive: 1 running, 0 queued, TTFT p50 0.12 s p99 0.12 s of SLA 0.50 s, 100.0% inside" in line
-    assert "bulk: 0 running, 24 queued, 0 done" in line
+    assert "interactive: 1 open, 0 queued, TTFT p50 0.12 s p99 0.12 s of SLA 0.50 s, 100.0% inside" in line
+    assert "bulk: 0 open, 24 queued, 0 done" in line
     assert "900 tokens/s (900 bulk)" in line
     assert "\n" not in line
 
