@@ -13,12 +13,11 @@ Random draws are arguments: the round's k-th choice uses the k-th point of a low
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from policies.ordering import Lane, TenantCounters, entitled, patient_lanes, urgent
+from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, urgent
 from policies.placement import Candidate, choose, eligible
 from policies.schema import Policy
 from policies.sizing import SizingPolicy
@@ -60,13 +59,14 @@ def plan_round(  # noqa: PLR0917 - one signature with place_one, read in this or
     """
     counters = TenantCounters() if tenants is None else tenants
     room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters)
-    lanes = patient_lanes(waiting, policy, counters)
-    for class_lanes in lanes:
-        room.offer_fairly(class_lanes, "share", when=room.is_entitled)
-    for work in urgent(waiting, policy, counters, now_s):
-        room.offer(work)
-    for class_lanes in lanes:
-        room.offer_fairly(class_lanes, "fair")
+    patient = backlogs(waiting, policy, counters, now_s)
+    room.catch_up(patient)
+    for work in urgent(waiting, policy, counters):
+        if room.offer(work, "deadline"):
+            room.catch_up(patient)
+    for backlog in patient:
+        while backlog.take_fair(room.fair):
+            pass
     return room.placements
 
 
@@ -118,8 +118,8 @@ class _Round:
         "_candidates",
         "_draw",
         "_grants",
+        "_in_flight",
         "_now_s",
-        "_owed",
         "_placed",
         "_placed_by_tenant",
         "_policy",
@@ -144,65 +144,62 @@ class _Round:
         self._sizing, self._policy, self._now_s, self._draw, self._tenants = sizing, policy, now_s, draw, tenants
         self._grants = tenants.grants()
         self._by_kind: dict[Kind, list[Candidate]] = {}
-        self._owed: dict[Kind, bool] = {}
+        self._in_flight: dict[str, dict[str, float]] = {}
         self._refused: dict[tuple[Kind, str], _Refused] = {}
         self._placed: set[str] = set()
-        self._placed_by_tenant: dict[str, int] = {}
+        self._placed_by_tenant: dict[str, float] = {}
 
-    def offer(self, work: Work, turn: str = "", *, when: Callable[[Work], bool] | None = None) -> bool:
-        """Place the work if `when` holds, an engine has room for it and its tenant may have more in flight.
-
-        turn   the reason to record; "" for the urgent turn, whose reason is the work's own
-        """
+    def offer(self, work: Work, turn: str) -> bool:
+        """Place the work if an engine has room for it and its tenant may have more in flight."""
         kind = _kind(work)
         refused = self._refused.get((kind, work.tenant))
         if work.id in self._placed or (refused is not None and refused.covers(work)):
             return False
         in_flight = self._tenants.in_flight(work.tenant) + self._placed_by_tenant.get(work.tenant, 0)
-        if _capped(work, self._policy, in_flight) or not (when is None or when(work)):
+        if _capped(work, self._policy, in_flight):
             return False
         spread = _spread(work, self._policy)
         chosen = choose(work, self._eligible(kind, work), self._sizing, self._now_s, spread=spread, draw=self._draw)
         if chosen is None:
             self._refused[kind, work.tenant] = _Refused.after(refused, work)
             return False
-        self._place(work, chosen, turn or ("deadline" if spread else "overdue"))
+        self._place(work, chosen, turn)
         return True
 
-    def offer_fairly(self, lanes: Iterable[Lane], turn: str, *, when: Callable[[Work], bool] | None = None) -> None:
-        """Offer the works of one class, next always the tenant with the least service."""
-        turns = [(lane.tag, lane.tenant, lane, iter(lane.works)) for lane in lanes]
-        heapq.heapify(turns)
-        while turns:
-            _, tenant, lane, works = turns[0]
-            taken = next((work for work in works if self.offer(work, turn, when=when)), None)
-            if taken is None:
-                heapq.heappop(turns)
-            else:
-                lane.charge(taken)
-                heapq.heapreplace(turns, (lane.tag, tenant, lane, works))
+    def share(self, work: Work) -> bool:
+        return self.offer(work, "share")
 
-    def is_entitled(self, work: Work) -> bool:
-        """Whether min_share owes the work's class a place on the engines that could take it."""
-        kind = _kind(work)
-        owed = self._owed.get(kind)
-        if owed is None:
-            in_flight: dict[str, int] = {}
-            for candidate in self._eligible(kind, work):
-                for class_name, count in candidate.view.in_flight.items():
-                    in_flight[class_name] = in_flight.get(class_name, 0) + count
-            owed = entitled(work.class_name, self._policy, in_flight=in_flight, granted=self._grants)
-            self._owed[kind] = owed
-        return owed
+    def fair(self, work: Work) -> bool:
+        return self.offer(work, "fair")
+
+    def catch_up(self, patient: Iterable[Backlog]) -> None:
+        """Place what classes without an objective are owed by now: overdue works, then their minimum share."""
+        for backlog in patient:
+            while backlog.overdue and self._owed(backlog, OVERDUE_SHARE):
+                self.offer(backlog.overdue.popleft(), "overdue")
+            while self._owed(backlog, backlog.min_share) and backlog.take_fair(self.share):
+                pass
+
+    def _owed(self, backlog: Backlog, share: float) -> bool:
+        in_flight = self._in_flight.get(backlog.model)
+        if in_flight is None:
+            in_flight = self._in_flight[backlog.model] = {}
+            for candidate in self._candidates:
+                if backlog.model in candidate.view.models:
+                    for class_name, count in candidate.view.in_flight.items():
+                        in_flight[class_name] = in_flight.get(class_name, 0) + count
+        return entitled(backlog.class_name, share, in_flight=in_flight, granted=self._grants)
 
     def _place(self, work: Work, chosen: tuple[Candidate, Verdict], turn: str) -> None:
         self.placements.append(_placement(work, chosen, self._policy, self._now_s, turn))
+        view = chosen[0].view
         chosen[0].take(work, self._now_s)
-        self._owed.clear()
         self._placed.add(work.id)
-        self._placed_by_tenant[work.tenant] = self._placed_by_tenant.get(work.tenant, 0) + 1
-        self._grants[work.class_name] = self._grants.get(work.class_name, 0.0) + 1.0
         self._draw = (self._draw + GOLDEN) % 1.0
+        _count(self._placed_by_tenant, work.tenant)
+        _count(self._grants, work.class_name)
+        for model in view.models & self._in_flight.keys():
+            _count(self._in_flight[model], work.class_name)
 
     def _eligible(self, kind: Kind, work: Work) -> list[Candidate]:
         found = self._by_kind.get(kind)
@@ -262,7 +259,11 @@ def _placement(work: Work, chosen: tuple[Candidate, Verdict], policy: Policy, no
     return Placement(work, engine, decision)
 
 
-def _capped(work: Work, policy: Policy, in_flight: int) -> bool:
+def _count(counts: dict[str, float], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1
+
+
+def _capped(work: Work, policy: Policy, in_flight: float) -> bool:
     most = policy.tenant(work.tenant).max_in_flight
     return most is not None and in_flight >= most
 

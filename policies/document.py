@@ -172,8 +172,9 @@ def _room_findings(
 ) -> Iterator[Finding]:
     for name, window in written.items():
         here = (*path, "windows", name)
-        yield from _reference(document, here, name)
-        if window > total:
+        if name not in document.classes:
+            yield here, "no class", f"must be one of {', '.join(document.classes)}"
+        elif window > total:
             yield here, str(window), f"must be <= total ({total})"
     patient = [name for name, one in document.classes.items() if not one.has_ttft_objective]
     taken = sum(filled[name] for name in patient)

@@ -41,7 +41,7 @@ class ClassPolicy:
     ttft_sla_per_1k_tokens_s  added to it per 1,000 prompt tokens, since a long prompt cannot be fast
     max_queue                 works that may wait; the next one is shed with 429
     max_wait_s                longest wait in our queue before a work is answered 503
-    max_age_s                 without an objective: older works go by age among the deadlines; None: never
+    max_age_s                 without an objective: works about to be older go first; None: none does
     min_share                 without an objective: part of what is in flight that it is entitled to while it waits
     """
 
@@ -189,7 +189,10 @@ class PolicyDocument:
 
 
 _ANY_TENANT = Tenant()
-_UNNAMED_CLASS = ClassPolicy()
+_UNNAMED_CLASS = ClassPolicy(min_share=0.0)
+
+PRESSING_FRACTION = 0.9
+"""Part of max_age_s after which a work is pressing: the rest is the time in which it is got started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +220,18 @@ class Policy:
         return self.tenants.get(name, _ANY_TENANT)
 
     def due_s(self, work: Work) -> float:
-        """Pool time that orders a work among all others: its deadline, or when it reaches max_age_s; inf for never."""
+        """Pool time at which a work is due: its first token's deadline, or when it reaches max_age_s; inf for never."""
         one = self.class_policy(work.class_name)
         if one.has_ttft_objective:
             return math.inf if work.deadline_s is None else work.deadline_s
         return math.inf if one.max_age_s is None else work.accepted_s + one.max_age_s
 
     def overdue(self, work: Work, now_s: float) -> bool:
-        """True for a work without TTFT objective that has waited past its class's max_age_s."""
-        return not self.class_policy(work.class_name).has_ttft_objective and self.due_s(work) <= now_s
+        """True for a work without TTFT objective that is about to reach its class's max_age_s, or has."""
+        one = self.class_policy(work.class_name)
+        if one.has_ttft_objective or one.max_age_s is None:
+            return False
+        return now_s - work.accepted_s >= PRESSING_FRACTION * one.max_age_s
 
     def __repr__(self) -> str:
         return f"<Policy {self.version} classes={','.join(self.precedence)} sizing={self.sizing.policy}>"

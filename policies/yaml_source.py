@@ -8,8 +8,8 @@ Stricter than YAML on purpose: a key written twice is refused (YAML readers sile
 build objects are refused, a date is plain text, and an empty document is an error (a file caught while an editor
 rewrites it must not pass as "all defaults").
 
-Bounds: TEXT_MAX characters, NODES_MAX values after aliases are expanded, DEPTH_MAX levels. Values of keys whose names
-sound secret never get into a message. Knows nothing of policies: headrace.yaml and the keys file are read through it.
+Bounds: TEXT_MAX characters, NODES_MAX values after aliases are expanded, DEPTH_MAX levels. Values that are or
+stand under a secret's name never get into a message. Knows nothing of policies: headrace.yaml and the keys file are read through it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ T = TypeVar("T")
 _TAG = "tag:yaml.org,2002:"
 _TEXT_TAGS = {_TAG + "str", _TAG + "timestamp"}
 _PLAIN_TAGS = {_TAG + name for name in ("int", "float", "bool", "null")}
-_SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNORECASE)
+_SECRET_KEY = re.compile(
+    r"(^|[_-])(key|apikey|token|secret|password|credentials?|authorization|url|sha256)$", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(r"://[^/\s]*@|\b(sk|hr)-|\bbearer\b", re.IGNORECASE)
 _NUMBER_WITH_UNIT = re.compile(r"^\s*[-+]?[0-9.]+\s*[a-zA-Z%]+\s*$")
 
 
@@ -99,12 +102,13 @@ def load(text: str, model: type[T], file: str, *, check: Callable[[T], Iterable[
 
 
 def shown(path: Path, value: object) -> str:
-    """A value in the words of a problem: short, on one line, and hidden when its key sounds secret."""
+    """A value in the words of a problem: short, on one line, and hidden when it or its key sounds secret."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, list | tuple):
         return "a list"
-    if any(isinstance(part, str) and _SECRET.search(part) for part in path[-1:]) and value is not None:
+    key = next((part for part in reversed(path) if isinstance(part, str)), "")
+    if value is not None and (_SECRET_KEY.search(key) or _SECRET_VALUE.search(str(value))):
         return "(hidden)"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -269,6 +273,8 @@ def _expectation(kind: str, context: Mapping[str, object], value: object, messag
         return _EXPECTATIONS[kind] + "; leave the unit out, it stands in the key's name"
     if kind in ("float_type", "int_type") and isinstance(value, str):
         return _EXPECTATIONS[kind] + "; without quotes"
+    if kind == "too_short":
+        return f"must have at least {context['min_length']}"
     if kind == "literal_error":
         return f"must be one of {context['expected']}"
     if kind == "string_pattern_mismatch":

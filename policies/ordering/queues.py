@@ -1,23 +1,26 @@
 """Waiting works in the order in which they are offered a place.
 
-Three turns, and the first that takes a work keeps it:
+Four turns, and the first that takes a work keeps it:
 
-1. *entitled*  classes without a TTFT objective that got less than their min_share of what is in flight and of what
-               was granted of late;
-2. *urgent*    works with a TTFT objective by deadline (EDF, whatever the class or tenant), and among them the works
-               without one that have waited past max_age_s, by the moment at which they did. An overdue work therefore
-               goes ahead of an urgent one that still has slack, and behind one that was due before it;
-3. *patient*   the rest, classes in the document's order, tenants by fair share, a tenant's works by rank.
+1. *overdue*  works without a TTFT objective that are about to reach max_age_s, the longest due first, while their class
+              has less than OVERDUE_SHARE;
+2. *share*    works of classes without a TTFT objective that have less than their min_share;
+3. *deadline* works with a TTFT objective, by deadline (EDF), whatever their class or tenant;
+4. *fair*     the rest: classes in the document's order, tenants by fair share, a tenant's works by rank.
 
-Turns 1 and 2 keep bulk from starving under any interactive load: works that arrive later are due later, so an overdue
-work is overtaken by finitely many. They order works; they never lift a guard.
+After each work that turn 3 places, turns 1 and 2 are looked at again, since what runs has changed.
+
+Turns 1 and 2 keep bulk from starving under any urgent load. They are bounded, since a backlog of bulk is overdue as a
+whole and would otherwise starve the urgent in its turn; and they order works, they never lift a guard.
 
 The result depends on the works, not on the order in which they are handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -25,71 +28,101 @@ from policies.ordering.tenants import TenantCounters, prompt_cost
 from policies.schema import Policy
 from policies.vocabulary import Work
 
+OVERDUE_SHARE = 0.5
+"""Part of what runs that the overdue works of one class may take while urgent works wait."""
 
-def urgent(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters, now_s: float) -> list[Work]:
-    """Turn 2: by due time, then the tenant with less service, then rank and id."""
+
+def urgent(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters) -> list[Work]:
+    """Turn 3: by deadline, then the tenant with less service, then rank and id."""
+    objective = {name for name, one in policy.classes.items() if one.has_ttft_objective}
     tags: dict[tuple[str, str], float] = {}
     due = []
     for work in waiting:
-        due_s = policy.due_s(work)
-        if due_s > now_s and not policy.class_policy(work.class_name).has_ttft_objective:
+        if work.class_name not in objective:
             continue
         key = (work.class_name, work.tenant)
         if key not in tags:
             tags[key] = tenants.tag(*key)
-        due.append((due_s, tags[key], work.rank, work.id, work))
+        due.append((policy.due_s(work), tags[key], work.rank, work.id, work))
     due.sort(key=itemgetter(0, 1, 2, 3))
     return [row[4] for row in due]
 
 
-def patient_lanes(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters) -> list[list[Lane]]:
-    """Turns 1 and 3: per class without a TTFT objective, most preferred first, one lane per tenant."""
-    found: dict[str, dict[str, list[Work]]] = {}
+def backlogs(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters, now_s: float) -> list[Backlog]:
+    """Turns 1, 2 and 4: the works without an objective by class and model, most preferred class first."""
+    found: dict[tuple[str, str], dict[str, list[Work]]] = {}
     for work in waiting:
         if not policy.class_policy(work.class_name).has_ttft_objective:
-            found.setdefault(work.class_name, {}).setdefault(work.tenant, []).append(work)
+            found.setdefault((work.class_name, work.model), {}).setdefault(work.tenant, []).append(work)
     return [
-        [_lane(tenant, works, policy, tenants) for tenant, works in sorted(found[class_name].items())]
-        for class_name in sorted(found, key=lambda name: (_turn(policy, name), name))
+        _backlog(key, found[key], policy, tenants, now_s)
+        for key in sorted(found, key=lambda key: (_place(policy, key[0]), key))
     ]
 
 
-def entitled(class_name: str, policy: Policy, *, in_flight: Mapping[str, int], granted: Mapping[str, float]) -> bool:
-    """Turn 1: is the class owed a place, the next work counted in?
+def entitled(class_name: str, share: float, *, in_flight: Mapping[str, float], granted: Mapping[str, float]) -> bool:
+    """Turns 1 and 2: has the class less than `share`, the next work counted in?
 
-    in_flight   by class, over the engines that could take the class's next work
+    in_flight   by class, over the engines that have the model of the class's next work
     granted     grants of late by class
-    Both must fall short of min_share: what is in flight alone would give a class the only seat of a small engine each
-    time that it is free; grants alone would let a class catch up at once on the time in which it had nothing waiting.
+    Both must fall short: what is in flight alone would give a class the only seat of a small engine each time that it
+    is free; grants alone would let a class catch up at once on the time in which it had nothing waiting.
     """
-    share = policy.class_policy(class_name).min_share
     return all(held.get(class_name, 0) < share * (sum(held.values()) + 1) for held in (in_flight, granted))
 
 
 @dataclass(slots=True)
-class Lane:
-    """One tenant's waiting works of one class, and its tag as this round moves it on."""
+class Backlog:
+    """Waiting works of one class without an objective, and of one model, as a round takes them.
 
-    tenant: str
-    weight: float
-    tag: float
-    works: Sequence[Work]
+    overdue     pressing works, the longest due first
+    min_share   the class's
+    """
 
-    def charge(self, work: Work) -> None:
-        """Count a placement of this round."""
-        self.tag += prompt_cost(work) / self.weight
+    class_name: str
+    model: str
+    min_share: float
+    overdue: deque[Work]
+    _lanes: list[tuple[float, str, float, Iterator[Work]]]
+
+    def take_fair(self, offer: Callable[[Work], bool]) -> bool:
+        """Offer works, next always the tenant with the least service, until one is taken; False when none is left.
+
+        A work that is not taken is not offered again: room only shrinks in a round.
+        """
+        while self._lanes:
+            tag, tenant, weight, works = self._lanes[0]
+            taken = next((work for work in works if offer(work)), None)
+            if taken is not None:
+                heapq.heapreplace(self._lanes, (tag + prompt_cost(taken) / weight, tenant, weight, works))
+                return True
+            heapq.heappop(self._lanes)
+        return False
 
 
-def _lane(tenant: str, works: list[Work], policy: Policy, tenants: TenantCounters) -> Lane:
-    works.sort(key=_by_rank)
-    return Lane(tenant, policy.tenant(tenant).weight, tenants.tag(works[0].class_name, tenant), works)
+def _backlog(
+    key: tuple[str, str],
+    by_tenant: Mapping[str, list[Work]],
+    policy: Policy,
+    tenants: TenantCounters,
+    now_s: float,
+) -> Backlog:
+    class_name, model = key
+    pressing = [work for works in by_tenant.values() for work in works if policy.overdue(work, now_s)]
+    pressing.sort(key=lambda work: (policy.due_s(work), work.rank, work.id))
+    lanes = [
+        (tenants.tag(class_name, tenant), tenant, policy.tenant(tenant).weight, iter(sorted(works, key=_by_rank)))
+        for tenant, works in by_tenant.items()
+    ]
+    heapq.heapify(lanes)
+    return Backlog(class_name, model, policy.class_policy(class_name).min_share, deque(pressing), lanes)
 
 
 def _by_rank(work: Work) -> tuple[float, float, str]:
     return work.rank, work.accepted_s, work.id
 
 
-def _turn(policy: Policy, class_name: str) -> int:
+def _place(policy: Policy, class_name: str) -> int:
     """Place in the policy's precedence; a class that it no longer names comes last."""
     order = policy.precedence
     return order.index(class_name) if class_name in order else len(order)

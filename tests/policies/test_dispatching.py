@@ -1,0 +1,377 @@
+"""One dispatch round: order across classes and tenants, windows kept, nobody starved, the same plan for the same world."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.dispatching import LOOK_AHEAD, Placement, explain, place_one, plan_round
+from policies.limits import build
+from policies.ordering import TenantCounters
+from policies.placement import eligible
+from policies.schema import PRESSING_FRACTION, Policy
+from policies.sizing import SizingEvent, Window
+from policies.vocabulary import Action, EngineState, EngineView, Guard, GuardReading, Verdict, Work
+from tests.policies.worlds import NOW_S, draws, engine, engines, fresh, policy, work, works
+
+POLICY = policy()
+SIZING = build(POLICY)
+FULL = {"chat": 5, "night": 3}
+
+
+def plan(
+    waiting: Sequence[Work],
+    views: Sequence[EngineView],
+    *,
+    policy: Policy = POLICY,
+    draw: float = 0.0,
+    tenants: TenantCounters | None = None,
+) -> list[Placement]:
+    return plan_round(waiting, views, build(policy), policy, NOW_S, draw, tenants=tenants)
+
+
+def ids(placements: Sequence[Placement]) -> list[str]:
+    return [placement.work.id for placement in placements]
+
+
+# -- properties ------------------------------------------------------------------------------------------------------
+
+
+@given(works, engines, draws)
+def test_a_round_never_exceeds_a_window(waiting: list[Work], views: list[EngineView], draw: float) -> None:
+    placements = plan(waiting, views, draw=draw)
+
+    after = {view.name: Counter(view.in_flight) for view in views}
+    touched = set()
+    for placement in placements:
+        after[placement.engine][placement.work.class_name] += 1
+        touched.add((placement.engine, placement.work.class_name))
+    fixed = POLICY.sizing.fixed
+    for view in views:
+        total = fixed.engines[view.name].total if view.name in fixed.engines else fixed.total
+        if any(name == view.name for name, _ in touched):
+            assert sum(after[view.name].values()) <= (total or 0)
+        for name, class_name in touched:
+            if name == view.name:
+                assert after[name][class_name] <= (SIZING.window(view, class_name).requests or 0)
+
+
+@given(works, engines, draws)
+def test_a_work_is_placed_at_most_once_and_only_where_it_may_run(
+    waiting: list[Work], views: list[EngineView], draw: float
+) -> None:
+    placements = plan(waiting, views, draw=draw)
+
+    by_name = {view.name: view for view in views}
+    assert len(set(ids(placements))) == len(placements)
+    assert all(by_name[placement.engine].state is EngineState.UP for placement in placements)
+    assert all(eligible(placement.work, by_name[placement.engine]) for placement in placements)
+
+
+@given(works, engines, draws, st.randoms(use_true_random=False))
+def test_a_plan_does_not_depend_on_the_order_in_which_things_are_handed_in(
+    waiting: list[Work], views: list[EngineView], draw: float, rng: random.Random
+) -> None:
+    shuffled_works, shuffled_views = waiting[:], views[:]
+    rng.shuffle(shuffled_works)
+    rng.shuffle(shuffled_views)
+
+    assert plan(shuffled_works, shuffled_views, draw=draw) == plan(waiting, views, draw=draw)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["chat", "code"]), st.floats(NOW_S - 9, NOW_S)), max_size=30), draws)
+def test_urgent_works_start_in_the_order_of_their_deadlines(drawn: list[tuple[str, float]], draw: float) -> None:
+    waiting = [work(f"w{n}", name, accepted_s=at_s) for n, (name, at_s) in enumerate(drawn)]
+    relaxed = policy("version: 1\nclasses: {chat: {ttft_sla_s: 0.5}, code: {ttft_sla_s: 5}}\n")
+
+    placed = plan(waiting, [engine("e0", {"chat": 50}), engine("e1", {"code": 59})], policy=relaxed, draw=draw)
+
+    deadlines = [one.work.deadline_s or 0 for one in placed]
+    left = [one.deadline_s or 0 for one in waiting if one.id not in ids(placed)]
+    assert deadlines == sorted(deadlines)
+    assert len(placed) == min(len(waiting), 19)
+    assert not left or min(left) >= max(deadlines)
+
+
+@given(works, engines, draws)
+def test_what_could_still_start_is_not_left_waiting(waiting: list[Work], views: list[EngineView], draw: float) -> None:
+    waiting = [one for one in waiting if one.tenant != "small"][:LOOK_AHEAD]
+    placements = plan(waiting, views, draw=draw)
+
+    full = {view.name: dict(view.in_flight) for view in views}
+    for placement in placements:
+        counts = full[placement.engine]
+        counts[placement.work.class_name] = counts.get(placement.work.class_name, 0) + 1
+    after = [
+        engine(view.name, full[view.name], state=view.state, models=view.models, seats=view.seats) for view in views
+    ]
+    left = [one for one in waiting if one.id not in ids(placements)]
+    assert not [
+        one for one in left for view in after if eligible(one, view) and SIZING.admit(one, view, NOW_S).admitted
+    ]
+
+
+@given(works, engines, draws)
+def test_a_tenant_never_has_more_in_flight_than_its_cap(
+    waiting: list[Work], views: list[EngineView], draw: float
+) -> None:
+    tenants = TenantCounters()
+    tenants.granted(work("earlier", "night", tenant="small"))
+
+    placements = plan(waiting, views, draw=draw, tenants=tenants)
+
+    assert sum(placement.work.tenant == "small" for placement in placements) <= 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(seats=st.integers(1, 4), max_age_s=st.floats(10, 20), overload=st.floats(1.0, 2.0), draw=draws)
+def test_nobody_starves_under_endless_urgent_load(seats: int, max_age_s: float, overload: float, draw: float) -> None:
+    """Urgent works arrive faster than an engine (1 s a work) serves, for ever, and min_share gives bulk nothing."""
+    night = f"{{max_age_s: {max_age_s}, min_share: 0}}"
+    rules = policy(f"version: 1\nclasses: {{chat: {{ttft_sla_s: 0.5}}, night: {night}}}\n")
+    arrivals = [n / seats / overload for n in range(int(3 * max_age_s * seats * overload))]
+    works = [work(f"n{n}", "night", accepted_s=0.0) for n in range(4)]
+    works += [work(f"c{n}", accepted_s=at_s) for n, at_s in enumerate(arrivals)]
+
+    started = simulated(works, seats, rules, draw)
+
+    assert max(started[f"n{n}"] for n in range(4)) <= PRESSING_FRACTION * max_age_s + 2 * 4 / seats + 2
+
+
+def simulated(works: list[Work], seats: int, rules: Policy, draw: float) -> dict[str, float]:
+    """When each work starts on one engine that needs 1 s a work; a round at every arrival and every end."""
+    tenants, sizing = TenantCounters(), build(rules)
+    arriving = deque(sorted(works, key=lambda one: one.accepted_s))
+    waiting: dict[str, Work] = {}
+    running: deque[tuple[float, str]] = deque()
+    started: dict[str, float] = {}
+    while arriving:
+        now_s = min(arriving[0].accepted_s, running[0][0] if running else math.inf)
+        while arriving and arriving[0].accepted_s <= now_s:
+            arrived = arriving.popleft()
+            waiting[arrived.id] = arrived
+        while running and running[0][0] <= now_s:
+            running.popleft()
+        view = engine(in_flight=Counter(name for _, name in running), seats=fresh(seats))
+        for placed in plan_round(list(waiting.values()), [view], sizing, rules, now_s, draw, tenants=tenants):
+            started[placed.work.id] = now_s
+            tenants.granted(placed.work)
+            running.append((now_s + 1, placed.work.class_name))
+            del waiting[placed.work.id]
+    return started
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_overdue_work_goes_ahead_of_the_urgent() -> None:
+    old = work("old", "night", accepted_s=NOW_S - 121)
+
+    placed = plan([work("new"), old], [engine(in_flight={"chat": 6, "night": 1})])
+
+    assert [(one.work.id, one.decision.reason) for one in placed] == [("old", "overdue")]
+
+
+def test_a_backlog_that_is_overdue_as_a_whole_leaves_half_to_the_urgent() -> None:
+    relaxed = policy(
+        "version: 1\nclasses: {chat: {ttft_sla_s: 1}, night: {}}\nsizing: {fixed: {windows: {night: 60}}}\n"
+    )
+    backlog = [work(f"n{n:03}", "night", accepted_s=0.0) for n in range(100)]
+
+    placed = plan([*backlog, *(work(f"c{n:03}") for n in range(100))], [engine()], policy=relaxed)
+
+    assert Counter(one.work.class_name for one in placed) == {"chat": 32, "night": 32}
+
+
+def test_a_class_below_its_share_goes_first() -> None:
+    placed = plan([work("urgent"), work("owed", "night")], [engine(in_flight={"chat": 7})])
+
+    assert [(one.work.id, one.decision.reason) for one in placed] == [("owed", "share")]
+
+
+def test_a_class_that_has_its_share_waits_for_the_urgent() -> None:
+    placed = plan([work("urgent"), work("sated", "night")], [engine(in_flight={"chat": 6, "night": 1})])
+
+    assert ids(placed) == ["urgent"]
+
+
+def test_a_share_is_no_claim_on_every_turn_of_a_single_seat() -> None:
+    tenants, placed = TenantCounters(), Counter[str]()
+    for turn in range(100):
+        waiting = [work(f"c{turn}"), work(f"n{turn}", "night")]
+        for one in plan(waiting, [engine(seats=fresh(1))], tenants=tenants):
+            tenants.granted(one.work)
+            placed[one.work.class_name] += 1
+
+    assert placed == {"chat": 90, "night": 10}
+
+
+def test_patient_classes_take_their_turns_in_the_order_of_the_document() -> None:
+    waiting = [work("scrap", "scrap"), work("night", "night"), work("gone", "gone")]
+
+    placed = plan(waiting, [engine(in_flight={"chat": 5, "night": 1})])
+
+    assert ids(placed) == ["night", "scrap"]
+
+
+def test_among_tenants_the_one_with_less_service_goes_first() -> None:
+    tenants = TenantCounters()
+    for _ in range(5):
+        tenants.granted(work("w", "night", tenant="a", prompt_tokens=1000))
+    waiting = [work("a", "night", tenant="a", rank=1), work("b", "night", tenant="b", rank=2)]
+
+    placed = plan(waiting, [engine(in_flight={"night": 2})], tenants=tenants)
+
+    assert ids(placed) == ["b"]
+
+
+def test_inside_a_round_tenants_alternate_by_weight() -> None:
+    relaxed = policy("version: 1\nclasses: {night: {min_share: 0}}\ntenants: {heavy: {weight: 3}}\n")
+    waiting = [work(f"{tenant}{n}", "night", tenant=tenant) for tenant in ("heavy", "light") for n in range(20)]
+
+    placed = plan(waiting, [engine(in_flight={"night": 8})], policy=relaxed)
+
+    assert Counter(one.work.tenant for one in placed) == {"heavy": 6, "light": 2}
+
+
+def test_a_tenants_works_start_by_rank() -> None:
+    waiting = [work("second", "night", rank=2.0), work("first", "night", rank=1.0)]
+
+    placed = plan(waiting, [engine(in_flight={"night": 2})])
+
+    assert ids(placed) == ["first"]
+
+
+# -- what blocks nobody ----------------------------------------------------------------------------------------------
+
+
+def test_a_work_that_fits_nowhere_does_not_block_another_model() -> None:
+    waiting = [work("stuck", model="gone", accepted_s=0.0), work("free")]
+
+    assert ids(plan(waiting, [engine()])) == ["free"]
+
+
+def test_a_class_whose_window_is_full_does_not_block_another() -> None:
+    waiting = [work("code", "code", accepted_s=NOW_S - 60), work("chat")]
+
+    assert ids(plan(waiting, [engine(in_flight={"code": 6})])) == ["chat"]
+
+
+def test_works_pinned_to_an_engine_that_is_down_block_nobody() -> None:
+    pinned = [work(f"p{n:03}", accepted_s=0.0, pinned_engine="e1") for n in range(3 * LOOK_AHEAD)]
+
+    placed = plan([*pinned, work("free")], [engine("e0"), engine("e1", state=EngineState.DOWN)])
+
+    assert ids(placed) == ["free"]
+
+
+def test_a_tenant_at_its_cap_does_not_block_the_next_tenant() -> None:
+    capped = [work(f"s{n}", "night", tenant="small", accepted_s=NOW_S - 60) for n in range(5)]
+
+    placed = plan([*capped, work("t", "night")], [engine()])
+
+    assert sorted(ids(placed)) == ["s0", "s1", "t"]
+
+
+class Tokens:
+    """A sizing policy with room for so many prompt tokens, that counts how often it is asked."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.asked = 0
+
+    def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+        self.asked += 1
+        tokens = engine.kv_tokens + work.prompt_tokens
+        return Verdict(tokens <= self.room, (GuardReading(Guard.KV, tokens, self.room, tokens <= self.room),))
+
+    def window(self, engine: EngineView, class_name: str) -> Window:
+        return Window(tokens=self.room)
+
+    def on_event(self, event: SizingEvent, now_s: float) -> None:
+        pass
+
+    def snapshot(self) -> Mapping[str, object]:
+        return {}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        pass
+
+
+def test_a_smaller_work_behind_one_that_is_too_large_still_starts() -> None:
+    waiting = [work("large", prompt_tokens=5000, accepted_s=0.0), work("small", prompt_tokens=10)]
+
+    placed = plan_round(waiting, [engine()], Tokens(100), POLICY, NOW_S, 0.0)
+
+    assert ids(placed) == ["small"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_round_asks_a_bounded_number_of_times_however_many_wait(order: int) -> None:
+    waiting = [work(f"w{n}", accepted_s=NOW_S - n, prompt_tokens=1000 + order * n) for n in range(900)]
+    sizing = Tokens(50)
+
+    placed = plan_round(waiting, [engine()], sizing, POLICY, NOW_S, 0.0)
+
+    assert placed == []
+    assert sizing.asked <= LOOK_AHEAD
+
+
+# -- decisions and the short way ---------------------------------------------------------------------------------------
+
+
+def test_a_placement_says_under_which_policy_and_with_what_guards_it_was_made() -> None:
+    (placed,) = plan([work("w")], [engine(in_flight={"chat": 2})])
+
+    decision = placed.decision
+    assert (decision.action, decision.work_id, decision.engine) == (Action.DISPATCH, "w", "e0")
+    assert (decision.policy_version, decision.at_s, decision.reason) == (POLICY.version, NOW_S, "deadline")
+    assert [(guard.value, guard.threshold) for guard in decision.guards] == [(3, 8), (3, 8)]
+
+
+@given(works, engines, draws)
+def test_one_work_alone_is_placed_as_a_round_would_place_it(
+    waiting: list[Work], views: list[EngineView], draw: float
+) -> None:
+    for one in waiting:
+        alone = place_one(one, views, SIZING, POLICY, NOW_S, draw)
+        in_round = plan([one], views, draw=draw)
+
+        assert [placed.engine for placed in in_round] == ([] if alone is None else [alone.engine])
+
+
+def test_a_tenant_at_its_cap_is_not_placed_alone_either() -> None:
+    tenants = TenantCounters()
+    for n in range(2):
+        tenants.granted(work(f"s{n}", tenant="small"))
+
+    assert place_one(work("w", tenant="small"), [engine()], SIZING, POLICY, NOW_S, 0.0, tenants=tenants) is None
+
+
+def test_why_a_work_waits_is_told_with_the_guard_that_holds_it() -> None:
+    decision = explain(work("w"), [engine("e0", FULL), engine("e1", state=EngineState.DOWN)], SIZING, POLICY, NOW_S)
+
+    assert (decision.action, decision.engine, decision.binding) == (Action.HOLD, "e0", Guard.WINDOW)
+    assert decision.reason == "no room"
+
+
+@pytest.mark.parametrize(
+    ("one", "reason"),
+    [
+        (work("w", model="other"), "no engine has the model"),
+        (work("w", avoid=frozenset({"e0"})), "every engine with the model has failed it"),
+        (work("w", pinned_engine="e7"), "the engine it is pinned to cannot take it"),
+        (work("w", path="/generate"), "no engine with the model is up and speaks the path"),
+        (work("w"), "turn of others"),
+    ],
+)
+def test_why_a_work_waits_is_told_where_no_guard_holds_it(one: Work, reason: str) -> None:
+    decision = explain(one, [engine(speaks_only="/v1/completions")], SIZING, POLICY, NOW_S)
+
+    assert (decision.reason, decision.binding) == (reason, Guard.NONE)

@@ -1,0 +1,104 @@
+"""Which engine takes a work: eligibility, least loaded for the urgent, busiest for the patient."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.limits import build
+from policies.placement import Candidate, choose, eligible
+from policies.vocabulary import EngineState, EngineView, Work
+from tests.policies.worlds import NOW_S, engine, fresh, policy, work
+
+POLICY = policy(
+    "version: 1\nclasses: {chat: {ttft_sla_s: 0.5}, night: {}}\nsizing: {fixed: {total: 40, windows: {night: 30}}}\n"
+)
+SIZING = build(POLICY)
+
+
+def chosen(one: Work, views: list[EngineView], *, spread: bool, draw: float = 0.0) -> str | None:
+    found = choose(one, [Candidate(view) for view in views], SIZING, NOW_S, spread=spread, draw=draw)
+    return None if found is None else found[0].view.name
+
+
+@pytest.mark.parametrize(
+    ("one", "view"),
+    [
+        (work("w"), engine(state=EngineState.DRAINING)),
+        (work("w"), engine(state=EngineState.DOWN)),
+        (work("w"), engine(state=EngineState.STARTING)),
+        (work("w", model="other"), engine()),
+        (work("w", avoid=frozenset({"e0"})), engine()),
+        (work("w", pinned_engine="e9"), engine()),
+        (work("w", path="/generate"), engine(speaks_only="/v1/completions")),
+    ],
+)
+def test_an_engine_that_cannot_take_a_work_is_not_eligible(one: Work, view: EngineView) -> None:
+    assert not eligible(one, view)
+
+
+def test_an_engine_that_can_take_a_work_is_eligible() -> None:
+    assert eligible(work("w", pinned_engine="e0"), engine(speaks_only="/v1/completions"))
+
+
+def test_urgent_work_goes_to_the_least_loaded() -> None:
+    views = [engine("e0", {"night": 9}), engine("e1", {"chat": 2}), engine("e2", {"chat": 5})]
+
+    assert chosen(work("w"), views, spread=True) == "e1"
+
+
+def test_patient_work_goes_to_the_busiest_that_has_room() -> None:
+    views = [engine("e0", {"chat": 10}), engine("e1", {"night": 30}), engine("e2", {"chat": 12})]
+
+    assert chosen(work("w", "night"), views, spread=False) == "e2"
+
+
+def test_urgent_work_is_spread_over_engines_that_are_nearly_equal() -> None:
+    views = [engine("e0", {"chat": 20}), engine("e1", {"chat": 21}), engine("e2", {"chat": 30})]
+
+    picks = {chosen(work("w"), views, spread=True, draw=draw / 10) for draw in range(10)}
+
+    assert picks == {"e0", "e1"}
+
+
+def test_a_draw_next_to_one_still_picks_an_engine() -> None:
+    views = [engine("e0"), engine("e1")]
+
+    assert chosen(work("w"), views, spread=True, draw=0.9999999999999999) == "e1"
+
+
+def test_prompts_not_yet_prefilled_count_as_load() -> None:
+    views = [engine("e0", {"chat": 2}, prefill_tokens=40_000), engine("e1", {"chat": 6})]
+
+    assert chosen(work("w"), views, spread=True) == "e1"
+
+
+def test_traffic_of_others_counts_as_load() -> None:
+    views = [engine("e0", {"chat": 2}, running=fresh(30)), engine("e1", {"chat": 6})]
+
+    assert chosen(work("w"), views, spread=True) == "e1"
+
+
+def test_a_small_engine_is_full_earlier_than_a_large_one() -> None:
+    policy_ = policy(
+        "version: 1\nclasses: {chat: {ttft_sla_s: 0.5}, night: {}}\n"
+        "sizing: {fixed: {total: 64, engines: {small: {total: 8}}}}\n"
+    )
+    candidates = [Candidate(engine("large", {"chat": 12})), Candidate(engine("small", {"chat": 6}))]
+
+    found = choose(work("w"), candidates, build(policy_), NOW_S, spread=True, draw=0.0)
+
+    assert found is not None
+    assert found[0].view.name == "large"
+
+
+def test_a_work_finds_no_engine_where_all_are_full() -> None:
+    assert chosen(work("w"), [engine("e0", {"chat": 40}), engine("e1", {"chat": 40})], spread=True) is None
+
+
+def test_a_placement_counts_at_once_in_the_candidates_view() -> None:
+    candidate = Candidate(engine("e0", {"chat": 1}))
+
+    candidate.take(work("w", prompt_tokens=100), NOW_S)
+
+    view = candidate.view
+    assert (view.in_flight, view.kv_tokens, view.prefill_tokens, view.last_grant_s) == ({"chat": 2}, 100, 100, NOW_S)
