@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,6 +99,7 @@ def check_books(scheduler: ContinuousScheduler, sequences: list[Sequence]) -> No
     assert held <= scheduler.limits.usable_blocks - scheduler.free_blocks
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_the_jumping_engine_equals_the_plodding_one(data: st.DataObject) -> None:

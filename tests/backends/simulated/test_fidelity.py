@@ -1,4 +1,8 @@
-"""The virtual engine beside a real one: a replay of a real vLLM's log, and how fast a replay runs."""
+"""The virtual engine beside real ones: replays of real vLLM logs, and how fast a replay runs.
+
+Only the first log is a test of the model: its profile was made of component measurements. The other two profiles were
+fitted to their logs, so that they only show that the model can take that form.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import pytest
 from backends.simulated.profiles import build_engine, load_profile
 from backends.simulated.sequence import Sequence
 
-LOG = Path(__file__).parent / "data" / "vllm_log_rtx4090_llama31_8b.csv"
+DATA = Path(__file__).parent / "data"
 BAR = 0.10
 
 
@@ -19,10 +23,18 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def test_the_replay_of_a_real_vllm_log_on_a_starved_gpu_is_within_ten_percent() -> None:
-    with LOG.open() as lines:
+@pytest.mark.parametrize(
+    ("profile", "log", "preempts"),
+    [
+        ("rtx4090_llama31_8b_tp1", "vllm_log_rtx4090_llama31_8b.csv", True),
+        ("rtxpro6000x2_qwen3_32b_tp2", "vllm_log_rtxpro6000_qwen3_32b.csv", False),
+        ("rtxpro6000_qwen3_30b_a3b", "vllm_log_rtxpro6000_qwen3_30b_a3b.csv", False),
+    ],
+)
+def test_the_replay_of_a_real_vllm_log_is_within_ten_percent(profile: str, log: str, preempts: bool) -> None:
+    with (DATA / log).open() as lines:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
-    engine = build_engine(load_profile("rtx4090_llama31_8b_tp1"))
+    engine = build_engine(load_profile(profile))
     played = []
     for number, row in enumerate(rows):
         one = Sequence(str(number), prompt_tokens=int(row["prompt_tokens"]), output_tokens=int(row["output_tokens"]))
@@ -43,7 +55,7 @@ def test_the_replay_of_a_real_vllm_log_on_a_starved_gpu_is_within_ten_percent() 
     }
     for name, (simulated, real) in figures.items():
         assert simulated == pytest.approx(real, rel=BAR), name
-    assert engine.totals.preemptions > 50
+    assert (engine.totals.preemptions > 50) is preempts
 
 
 def test_a_minute_of_a_busy_engine_is_simulated_in_a_small_part_of_a_second() -> None:

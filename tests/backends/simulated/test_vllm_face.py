@@ -429,6 +429,7 @@ async def test_closing_cuts_streams_without_an_end_and_does_not_wait_for_them() 
         assert server.in_flight == 0
 
 
+@pytest.mark.slow
 async def test_a_slow_reader_gets_several_tokens_in_one_event_and_loses_none() -> None:
     async with serving() as (server, _):
         body = json.dumps(plain(max_tokens=20_000, stream=True, return_token_ids=True)).encode()
