@@ -60,7 +60,7 @@ def test_the_replay_of_a_real_vllm_log_is_within_ten_percent(profile: str, log: 
 
 def test_a_minute_of_a_busy_engine_is_simulated_in_a_small_part_of_a_second() -> None:
     engine = build_engine(load_profile("h100_llama31_8b_tp1"))
-    started_s = time.perf_counter()
+    started_s = time.process_time()
 
     for number in range(600):
         at_s = number / 10
@@ -70,4 +70,4 @@ def test_a_minute_of_a_busy_engine_is_simulated_in_a_small_part_of_a_second() ->
     engine.advance(60.0)
 
     assert engine.totals.finished > 400
-    assert time.perf_counter() - started_s < 60 / 300
+    assert time.process_time() - started_s < 60 / 300
