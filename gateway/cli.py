@@ -13,7 +13,7 @@ import argparse
 import errno
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from gateway.addresses import AddressError
@@ -31,14 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser(argv).parse_args(argv)
     try:
         return int(args.run(args))
-    except (SettingsError, AddressError, DocumentError) as error:
-        return _told(str(error))
-    except OSError as error:
-        if error.errno not in {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES}:
-            raise
-        return _told(error.strerror or str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as error:
+        causes = list(_leaves(error))
+        if not all(map(_is_operators, causes)):
+            raise
+        return _told("\n".join(_words(cause) for cause in causes))
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -52,6 +51,26 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         module.add_parser(subparsers)
         subparsers.choices[name].set_defaults(run=module.run)
     return parser
+
+
+def _leaves(error: Exception) -> Iterator[Exception]:
+    """The error itself, or the single ones of a group: what starts within a TaskGroup fails within one."""
+    if isinstance(error, ExceptionGroup):
+        for one in error.exceptions:
+            yield from _leaves(one)
+    else:
+        yield error
+
+
+def _is_operators(error: Exception) -> bool:
+    """True for what an operator can put right: settings, documents, and addresses that cannot be had."""
+    if isinstance(error, OSError):
+        return error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES}
+    return isinstance(error, SettingsError | AddressError | DocumentError)
+
+
+def _words(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def _told(text: str) -> int:

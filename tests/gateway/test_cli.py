@@ -96,6 +96,10 @@ def test_the_commands_exit_code_is_the_processs(command: Callable[[BaseException
             DocumentError([Problem("f.yaml", 3, "a", "1", "must be 2"), Problem("f.yaml", 4, "b", "1", "must be 2")]),
             "headrace: f.yaml:3: a is 1; must be 2\nheadrace: f.yaml:4: b is 1; must be 2\n",
         ),
+        (
+            ExceptionGroup("g", [ExceptionGroup("g", [OSError(errno.EADDRINUSE, "listen 127.0.0.1:1: taken")])]),
+            "headrace: listen 127.0.0.1:1: taken\n",
+        ),
         (OSError(errno.EADDRINUSE, "listen 127.0.0.1:1: taken"), "headrace: listen 127.0.0.1:1: taken\n"),
     ],
 )
@@ -109,7 +113,14 @@ def test_an_operators_mistake_is_plain_lines_and_exit_code_2(
     assert capsys.readouterr().err == told
 
 
-@pytest.mark.parametrize("bug", [ValueError("bug"), OSError(errno.ENOSPC, "disk full")])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        ValueError("bug"),
+        OSError(errno.ENOSPC, "disk full"),
+        ExceptionGroup("g", [SettingsError("theirs"), KeyError("ours")]),
+    ],
+)
 def test_a_bug_keeps_its_traceback(command: Callable[[BaseException | int], int], bug: Exception) -> None:
     with pytest.raises(type(bug)):
         command(bug)
