@@ -203,12 +203,13 @@ def _unchunk(rest: bytes) -> tuple[bytes, bool]:
 def _read_events(body: bytes, seen: Seen) -> None:
     """A stream is whole only with its [DONE]; without one, or with an error in it, it has failed."""
     done = False
-    for event in body.split(b"\n\n"):
+    whole_events = body.split(b"\n\n")[:-1]
+    for event in whole_events:
         for line in event.split(b"\n"):
             if line == b"data: [DONE]":
                 done = True
             elif line.startswith(b"data: "):
-                document = orjson.loads(line[6:]) if event is not body.split(b"\n\n")[-1] else {}
+                document = orjson.loads(line[6:])
                 seen.failed = seen.failed or "error" in document
                 _read_usage(document, seen)
     if seen.complete and not done and not seen.failed:

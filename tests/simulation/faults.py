@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from gateway.queue.base import (
     Enqueued,
@@ -226,7 +226,9 @@ class FaultyQueue:
         return await self._call(self._queue.time_ms)
 
     async def bell(self, session: Session | None) -> AsyncIterator[None]:
-        async with aclosing(cast("aclosing[AsyncIterator[None]]", self._queue.bell(session))) as rings:  # type: ignore[type-var]
+        rings = self._queue.bell(session)
+        assert isinstance(rings, AsyncGenerator), "only a generator can be closed by whoever stops listening"
+        async with aclosing(rings):
             async for _ in rings:
                 if not self.away and self._rng.random() >= self._faults.bell_lost_p:
                     yield

@@ -354,7 +354,8 @@ class VirtualSocket:
             self.out.push(Mark.FIN)
 
     def _stop_listening(self) -> None:
-        self.host.listeners.pop(self.local, None)
+        if self.host.listeners.get(self.local) is self:
+            del self.host.listeners[self.local]
         for connection in self.accepted:
             connection._linger_zero = True
             connection.close()

@@ -15,9 +15,10 @@ import asyncio
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from gateway.queue.memory_queue import MemoryQueue
 from gateway.settings import EngineSettings, Settings, Timeouts
 from policies.vocabulary import Decision, EngineState, Outcome
 from tests.simulation.client import ScriptedClient, seen_of
-from tests.simulation.faults import Behaviour, ClientPlan, Fault, FaultKind, FaultyQueue, Plan, QueueFaults, draw_plan
+from tests.simulation.faults import Behaviour, ClientPlan, Fault, FaultKind, FaultyQueue, Plan, draw_plan
 from tests.simulation.invariants import EngineLook, InvariantBroken, Invariants, Look
 from tests.simulation.loop import SimLoop, run
 
@@ -44,6 +45,9 @@ WALL_OFFSET_S = 1_700_000_000.0
 WATCH_EVERY_S = 0.25
 RECOVERY_S = 20.0
 SETTLE_S = 30.0
+CLOSED_WITHIN_S = 5.0
+JUDGE_AFTER_S = 10.0
+"""A client is judged a little later, so that a gateway that is dying is found dead of what killed it."""
 TIMEOUTS = Timeouts(
     connect_s=2.0,
     first_byte_s=20.0,
@@ -121,6 +125,7 @@ class World:
             for number, name in enumerate((f"engine-{number}" for number in range(1, plan.engines + 1)), 1)
         }
         self.process = GatewayProcess(self)
+        self._one_fault_at: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._queue_flushes = 0
         self._seen_versions: tuple[object, ...] = ()
 
@@ -140,7 +145,8 @@ class World:
             await self.process.stop()
             for engine in self.engines.values():
                 await engine.stop()
-        self.invariants.over({"errors logged": self.errors})
+        await asyncio.sleep(CLOSED_WITHIN_S)
+        self.invariants.over({"errors logged": self.errors, "open sockets": list(self.network.open.values())})
         return self._report()
 
     # -- phases -------------------------------------------------------------------------------------------------------
@@ -171,7 +177,7 @@ class World:
         """Give what is being tidied up a bounded time, then insist."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                while any(self._leftovers().values()):
+                while any(self._leftovers().values()):  # noqa: ASYNC110 - virtual time: nobody is kept waiting
                     await asyncio.sleep(0.5)
         self.invariants.over(self._leftovers())
 
@@ -207,6 +213,7 @@ class World:
         self.loop.trace.note(self.network.now_ns, request_id, seen.status, seen.complete, seen.failed, seen.tokens)
         if generation != self.process.generation or not self.process.up:
             return
+        await asyncio.sleep(JUDGE_AFTER_S)
         if plan.behaviour.stays:
             if seen.status >= 400 and request_id not in self.invariants.accepted:
                 return
@@ -219,7 +226,7 @@ class World:
 
     async def _play_fault(self, fault: Fault) -> None:
         await asyncio.sleep(fault.at_s)
-        async with self._in_force(fault):
+        async with self._one_fault_at[fault.target], self._in_force(fault):
             await asyncio.sleep(fault.for_s)
 
     @asynccontextmanager
@@ -380,7 +387,7 @@ class EngineHost:
             self._server.thaw()
 
     async def crash(self) -> None:
-        """kill -9: the kernel closes the sockets; then what played the process is tidied away."""
+        """Kill -9: the kernel closes the sockets; then what played the process is tidied away."""
         self._world.network.crash(self.name)
         await self.stop()
 
@@ -409,6 +416,7 @@ class GatewayProcess:
         started = asyncio.Event()
         with world.network.on("gateway"):
             self._task = world.loop.create_task(self._serve(started), name=f"gateway {self.generation}")
+        self._task.add_done_callback(self._ended)
         waiting = world.loop.create_task(started.wait())
         await asyncio.wait([self._task, waiting], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -416,7 +424,7 @@ class GatewayProcess:
             self._task.result()
 
     async def crash(self) -> None:
-        """kill -9: nothing it would say on its way out reaches anybody."""
+        """Kill -9: nothing it would say on its way out reaches anybody."""
         self.generation += 1
         self.up = False
         self.queue.away = True
@@ -432,6 +440,12 @@ class GatewayProcess:
         self._stop.set()
         assert self._task is not None
         await self._task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A gateway that ends by itself fails the run at once, with what it died of."""
+        self.up = False
+        if not task.cancelled():
+            task.result()
 
     def _new_queue(self) -> FaultyQueue:
         world = self._world
@@ -538,8 +552,3 @@ def _errors_logged(errors: list[str]) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-
-
-def without_faults(plan: Plan) -> Plan:
-    """The same load in a world where nothing fails."""
-    return replace(plan, faults=(), queue=QueueFaults())
