@@ -14,45 +14,39 @@ for short work or too large for long work. It is the safe start and the fallback
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 from policies.schema import Policy
 from policies.sizing import SizingEvent, Window
 from policies.vocabulary import EngineView, Guard, GuardReading, Quality, Verdict, Work
 
-VERDICTS_KEPT = 4096
+KEPT = 4096
 
 
 class FixedLimits:
-    """See the module header. Verdicts are kept by their few small integers, so that asking costs a look-up."""
+    """See the module header. Bounds and verdicts are kept by the few small values they follow from."""
 
     __slots__ = ("_bounds", "_policy", "_urgent", "_verdict")
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._urgent = [name for name, one in policy.classes.items() if one.has_ttft_objective]
-        self._bounds = lru_cache(maxsize=VERDICTS_KEPT)(self._bounds_of)
-        self._verdict = lru_cache(maxsize=VERDICTS_KEPT)(_verdict)
+        self._bounds = lru_cache(maxsize=KEPT)(self._bounds_of)
+        self._verdict = lru_cache(maxsize=KEPT)(_verdict)
 
     def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:  # noqa: ARG002 - the contract's
         """May the engine take the work now? An engine with nothing in flight takes a work of any number of sequences."""
-        window, total, urgent = self._bounds(engine.name, work.class_name)
-        in_flight = engine.in_flight_total
-        held = in_flight if urgent else in_flight - self._urgent_works(engine)
-        seats, patient_seats = _seats(engine)
-        taken = work.sequences if in_flight else 1
-        return self._verdict(
-            (engine.in_flight.get(work.class_name, 0) + 1, window),
-            (in_flight + 1, total),
-            None if seats is None else (in_flight + taken, seats),
-            None if patient_seats is None or urgent else (held + taken, patient_seats),
-        )
+        bounds = self._bounds(engine.name, work.class_name, engine.seats.value, engine.seats.quality)
+        works = engine.in_flight
+        in_flight = sum(works.values())
+        held = 0 if bounds.patient_seats is None else in_flight - sum(works.get(name, 0) for name in self._urgent)
+        return self._verdict(bounds, works.get(work.class_name, 0), in_flight, held, work.sequences)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
         """The class's window, lowered to the total and to the seats it may take."""
-        window, total, urgent = self._bounds(engine.name, class_name)
-        seats = _seats(engine)[0 if urgent else 1]
-        return Window(requests=min(window, total) if seats is None else min(window, total, seats))
+        bounds = self._bounds(engine.name, class_name, engine.seats.value, engine.seats.quality)
+        return bounds.tightest
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         """Nothing to learn."""
@@ -64,42 +58,56 @@ class FixedLimits:
     def restore(self, state: Mapping[str, object]) -> None:
         """Nothing to take over."""
 
-    def _bounds_of(self, engine: str, class_name: str) -> tuple[int, int, bool]:
-        """(class window, total, has a TTFT objective). A class no longer named keeps a quarter of the total to run dry."""
+    def _bounds_of(self, engine: str, class_name: str, seats: float | None, quality: Quality) -> _Bounds:
+        """One class's bounds on one engine. A class that is no longer named keeps a quarter of the total to run dry."""
         fixed = self._policy.sizing.fixed
         one = fixed.engines.get(engine)
         total = fixed.total if one is None or one.total is None else one.total
-        window = (fixed.windows if one is None else one.windows).get(class_name)
-        urgent = self._policy.class_policy(class_name).has_ttft_objective
-        return (max(1, total // 4) if window is None else window), total, urgent
-
-    def _urgent_works(self, engine: EngineView) -> int:
-        return sum(engine.in_flight.get(name, 0) for name in self._urgent)
+        window = (fixed.windows if one is None else one.windows).get(class_name, max(1, total // 4))
+        known = _whole_seats(seats, quality)
+        patient = known is not None and not self._policy.class_policy(class_name).has_ttft_objective
+        return _Bounds(window, total, known, max(1, known - max(1, known // 8)) if known and patient else None)
 
     def __repr__(self) -> str:
         fixed = self._policy.sizing.fixed
         return f"<FixedLimits total={fixed.total} windows={dict(fixed.windows)}>"
 
 
-def _seats(engine: EngineView) -> tuple[int, int] | tuple[None, None]:
-    """(seats, seats for classes without an objective); None for an engine that does not tell.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bounds:
+    """Thresholds in works, and in sequences for seats; None: the engine does not tell, or the bound is not the class's.
 
-    Old news counts: seats change by a restart only.
+    Told apart by identity, which is quick: one is kept for each engine and class.
     """
-    reading = engine.seats
-    if reading.value is None or reading.quality not in (Quality.FRESH, Quality.STALE) or reading.value < 1:
-        return None, None
-    seats = int(reading.value)
-    return seats, max(1, seats - max(1, seats // 8))
+
+    window: int
+    total: int
+    seats: int | None
+    patient_seats: int | None
+
+    @property
+    def tightest(self) -> Window:
+        bounds = (self.window, self.total, self.seats, self.patient_seats)
+        return Window(requests=min(bound for bound in bounds if bound is not None))
 
 
-Bound = tuple[int, int]
-"""(value, threshold)."""
+def _whole_seats(seats: float | None, quality: Quality) -> int | None:
+    """Seats as told. Old news counts, since seats change by a restart only; no news is None."""
+    if seats is None or seats < 1 or quality not in (Quality.FRESH, Quality.STALE):
+        return None
+    return int(seats)
 
 
-def _verdict(window: Bound, total: Bound, seats: Bound | None, patient_seats: Bound | None) -> Verdict:
-    bounds = ((Guard.WINDOW, window), (Guard.WINDOW, total), (Guard.SEATS, seats), (Guard.SEATS, patient_seats))
+def _verdict(bounds: _Bounds, of_class: int, in_flight: int, patient: int, sequences: int) -> Verdict:
+    """The verdict on one more work of so many sequences, beside what is in flight: of its class, of all, patient ones."""
+    taken = sequences if in_flight else 1
+    asked = (
+        (Guard.WINDOW, of_class + 1, bounds.window),
+        (Guard.WINDOW, in_flight + 1, bounds.total),
+        (Guard.SEATS, in_flight + taken, bounds.seats),
+        (Guard.SEATS, patient + taken, bounds.patient_seats),
+    )
     guards = tuple(
-        GuardReading(guard, bound[0], bound[1], bound[0] <= bound[1]) for guard, bound in bounds if bound is not None
+        GuardReading(guard, value, bound, value <= bound) for guard, value, bound in asked if bound is not None
     )
     return Verdict(all(guard.passed for guard in guards), guards)

@@ -19,6 +19,7 @@ The result depends on the works, not on the order in which they are handed in.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def urgent(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters) -> 
         key = (work.class_name, work.tenant)
         if key not in tags:
             tags[key] = tenants.tag(*key)
-        due.append((policy.due_s(work), tags[key], work.rank, work.id, work))
+        due.append((math.inf if work.deadline_s is None else work.deadline_s, tags[key], work.rank, work.id, work))
     due.sort(key=itemgetter(0, 1, 2, 3))
     return [row[4] for row in due]
 

@@ -1,0 +1,81 @@
+"""docs/policies.md names every field of the schema with its default, and the operator examples are good."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from policies import schema
+from policies.document import parse
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs/policies.md").read_text(encoding="utf-8")
+EXAMPLES = sorted((ROOT / "deploy/policies").glob("*.yaml"))
+
+SECTIONS: dict[str, type] = {
+    "The document": schema.PolicyDocument,
+    "classes.NAME": schema.ClassPolicy,
+    "classify": schema.Classify,
+    "classify.rules[]": schema.Rule,
+    "classify.shape": schema.Shape,
+    "sizing": schema.Sizing,
+    "sizing.fixed": schema.FixedSizing,
+    "sizing.fixed.engines.NAME": schema.EngineWindows,
+    "tenants.NAME": schema.Tenant,
+}
+
+
+def documented(title: str) -> dict[str, str]:
+    """Field -> default as a section's table says it."""
+    section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+    (text,) = [part for part in section if part.startswith(title + "\n")]
+    rows = re.findall(r"^\| `([^`]+)` \| [^|]+ \| ([^|]+) \| [^|]+ \|$", text, flags=re.MULTILINE)
+    return {field: default.strip("` ") for field, default in rows}
+
+
+def declared(model: type) -> dict[str, str]:
+    """Field -> default as the schema has it."""
+    shape: dict[str, Any] = TypeAdapter(model).json_schema()
+    return dict(_defaults(shape))
+
+
+def _defaults(shape: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, one in shape["properties"].items():
+        if name in shape.get("required", ()):
+            yield name, "required"
+        elif "$ref" in one or "allOf" in one:
+            yield name, "below"
+        else:
+            yield name, json.dumps(one.get("default", {}))
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_every_field_is_documented_with_its_default(title: str) -> None:
+    assert documented(title) == declared(SECTIONS[title])
+
+
+def test_every_part_of_the_schema_has_its_section() -> None:
+    parts = {
+        one
+        for one in vars(schema).values()
+        if isinstance(one, type) and hasattr(one, "__pydantic_config__") and one.__module__ == schema.__name__
+    }
+
+    assert parts == set(SECTIONS.values())
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.name)
+def test_an_operator_example_is_a_good_policy(file: Path) -> None:
+    policy = parse(file.read_text(encoding="utf-8"), file.name)
+
+    assert policy.precedence
+
+
+def test_there_are_operator_examples() -> None:
+    assert len(EXAMPLES) >= 3
