@@ -3,12 +3,13 @@
 One table, so that the same fault reads the same in the status, the metric and the log (ERR-03): 504 for a time-out,
 502 for a broken answer, 503 where no engine is there to answer, the engine's own status where it gave one.
 
-Whether to try elsewhere: never for a 4xx (it would fail there too), never after a time-out (the prompt may be prefilled
-by now: FAI-03), never once a byte has reached the client.
+Whether to try elsewhere: never for a 4xx (it would fail there too), except 429, which is this one engine's load; never
+after a time-out (the prompt may be prefilled by now: FAI-03), never once a byte has reached the client.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -19,6 +20,7 @@ from gateway.errors import Dialect, Refusal
 from policies.vocabulary import Result
 
 RETRY_AFTER_DEFAULT_S = 2.0
+_OVERLOADED = frozenset({429, 503, 529})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +112,17 @@ def engine_answered(
     status: int,
     body: bytes,
     content_type: str,
-    retry_after: str,
+    retry_after_s: float | None,
+    headers: Sequence[tuple[str, str]],
     dialect: Dialect,
 ) -> Fault:
     """An answer with a status of 300 and more; `error` is `body` understood.
 
     The body is kept as the engine wrote it where the client's dialect can read it; a 401 or 403 concerns *our*
     credentials at the engine and a 3xx our address of it, so neither is the client's business.
+
+    retry_after_s   the engine's own hint, None for none
+    headers         the engine's other fields, kept with its error (rate limits, an id of its own)
     """
     if status < 400 or status in {401, 403}:
         what = "redirected us" if status < 400 else "refused the gateway's credentials"
@@ -127,9 +133,10 @@ def engine_answered(
             reason="engine_redirect" if status < 400 else "engine_auth",
         )
         return Fault(refusal, Result.ENGINE_FAILED, elsewhere=True)
-    client_error = status < 500 and status != 429
-    overloaded = status in {429, 503}
-    retry_after_s = _seconds(retry_after) if overloaded else None
+    overloaded = status in _OVERLOADED
+    client_error = status < 500 and not overloaded
+    if overloaded and not retry_after_s:
+        retry_after_s = RETRY_AFTER_DEFAULT_S
     refusal = Refusal(
         status=status,
         message=error.message or f"engine {engine} answered {status}",
@@ -137,11 +144,12 @@ def engine_answered(
         reason="engine_overloaded" if overloaded else f"engine_{status}",
         code=error.code,
         param=error.param,
-        retry_after_s=(retry_after_s or RETRY_AFTER_DEFAULT_S) if overloaded else None,
+        retry_after_s=retry_after_s,
+        headers=tuple(headers),
     )
     verbatim = body if _speaks(body, content_type, dialect) else None
     result = Result.CLIENT_ERROR if client_error else Result.ENGINE_FAILED
-    return Fault(refusal, result, elsewhere=status >= 500, body=verbatim, content_type=content_type)
+    return Fault(refusal, result, elsewhere=not client_error, body=verbatim, content_type=content_type)
 
 
 def unasked_coding(coding: str, engine: str) -> Fault:
@@ -157,7 +165,7 @@ def unasked_coding(coding: str, engine: str) -> Fault:
 
 def _speaks(body: bytes, content_type: str, dialect: Dialect) -> bool:
     """True when a client of this dialect finds the error where it looks for it."""
-    if not content_type.startswith("application/json"):
+    if not content_type.lower().startswith("application/json"):
         return False
     try:
         parsed = orjson.loads(body)
@@ -167,9 +175,6 @@ def _speaks(body: bytes, content_type: str, dialect: Dialect) -> bool:
         return False
     if dialect is Dialect.TGI:
         return isinstance(parsed.get("error"), str)
+    if dialect is Dialect.MESSAGES and parsed.get("type") != "error":
+        return False
     return isinstance(parsed.get("error"), dict)
-
-
-def _seconds(retry_after: str) -> float | None:
-    """Retry-After in seconds; the date form is not worth reading here."""
-    return float(retry_after) if retry_after.isdigit() else None

@@ -19,11 +19,12 @@ import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from enum import Enum, auto
 
 from backends.base import Call, CallFailure, Headers
 from backends.dialects import Remark, StreamReader, open_reader, read_error, read_reply
-from backends.sse import EventSplitter
+from backends.sse import EventSplitter, is_idle
 from gateway.clock import Clock
 from gateway.dispatch.faults import (
     Fault,
@@ -36,11 +37,13 @@ from gateway.dispatch.faults import (
 )
 from gateway.dispatch.reply import STREAM_HEADERS, Reply
 from gateway.exchange import Exchange
+from gateway.ingress.headers import accepts_coding
 from gateway.settings import Timeouts
 
 HELD_STREAM_BYTES = 64 * 1024
 HELD_REPLY_BYTES = 1024 * 1024
 HELD_ERROR_BYTES = 256 * 1024
+RETRY_AFTER_MAX_S = 86_400.0
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 
 
@@ -151,13 +154,13 @@ class Relay:
 
     def on_head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
-        content_type = self._header(b"content-type")
-        coding = self._header(b"content-encoding")
+        content_type = self._header(b"content-type").lower()
+        coding = self._header(b"content-encoding").decode("latin-1")
         if status >= 300:
             self._mode = _Mode.ERROR
         elif coding:
-            if coding.decode("latin-1").lower() not in self._exchange.rule_headers.get("accept-encoding", ""):
-                self._end(unasked_coding(coding.decode("latin-1"), self._engine))
+            if not accepts_coding(self._exchange.rule_headers.get("accept-encoding", ""), coding):
+                self._end(unasked_coding(coding, self._engine))
                 return
             self._mode = _Mode.PASS
         elif content_type.startswith(b"text/event-stream"):
@@ -192,17 +195,15 @@ class Relay:
             self._end_stream()
         elif self._mode is _Mode.ERROR:
             body = b"".join(self._held)
-            retry_after = self._header(b"retry-after").decode("latin-1")
-            content_type = self._header(b"content-type").decode("latin-1")
-            error = read_error(body, self._status)
             self._end(
                 engine_answered(
-                    error,
+                    read_error(body, self._status),
                     self._engine,
                     status=self._status,
                     body=body,
-                    content_type=content_type,
-                    retry_after=retry_after,
+                    content_type=self._header(b"content-type").decode("latin-1"),
+                    retry_after_s=self._retry_after_s(),
+                    headers=self._kept_headers(_ERROR_OWN),
                     dialect=self._exchange.dialect,
                 )
             )
@@ -233,7 +234,7 @@ class Relay:
         ready = self._splitter.feed(data)
         if not ready:
             return
-        if ready[0] != _COLON:  # a comment is no sign of progress
+        if not is_idle(ready):  # comments, by themselves, are no sign of progress
             self._heard = True
             self._last_byte_s = self._clock.now_s()
         self._take(ready)
@@ -312,6 +313,8 @@ class Relay:
         self._held.append(data)
         if self._held_bytes > HELD_REPLY_BYTES:
             self._mode = _Mode.PASS
+            if self._exchange.path == "/v1/responses":
+                self._find_response_id(b"".join(self._held))
             self._first_token()
             self._flush_whole()
 
@@ -346,11 +349,7 @@ class Relay:
             return
         self._committed = True
         length = self._header(b"content-length")
-        kept = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in self._headers
-            if name not in _OWN_HEADERS and not (more and name in _STREAM_OWN)
-        ]
+        kept = self._kept_headers(_STREAM_OWN if more else frozenset())
         whole = self._mode is not _Mode.STREAM and length.isdigit()
         self._reply.open(self._status, [*kept, *more], int(length) if whole else None)
 
@@ -386,12 +385,31 @@ class Relay:
                 return value
         return b""
 
+    def _kept_headers(self, ours: frozenset[bytes]) -> list[tuple[str, str]]:
+        """The engine's fields that go on to the client: all but those that we answer for ourselves."""
+        own = {name.encode() for name, _ in self._exchange.response_headers}
+        return [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in self._headers
+            if not (name in _OWN_HEADERS or name in ours or name in own or name.startswith(b"access-control-"))
+        ]
+
+    def _retry_after_s(self) -> float | None:
+        """The engine's hint; its date form is measured against the Date that came with it."""
+        found, date = (self._header(name).decode("latin-1") for name in (b"retry-after", b"date"))
+        try:
+            if found[:1].isdigit():
+                return min(float(found), RETRY_AFTER_MAX_S)
+            return (parsedate_to_datetime(found) - parsedate_to_datetime(date)).total_seconds()
+        except (ValueError, TypeError):  # none, nonsense, or a date without a zone beside one with
+            return None
+
     def _find_response_id(self, data: bytes) -> None:
         found = _RESPONSE_ID.search(data)
         if found:
             self._response_id = found[1].decode("latin-1")
 
 
-_COLON = ord(":")
-_OWN_HEADERS = frozenset({b"date", b"server", b"content-length", b"x-request-id", b"via"})
+_OWN_HEADERS = frozenset({b"date", b"server", b"content-length", b"x-request-id", b"via", b"alt-svc"})
+_ERROR_OWN = frozenset({b"content-type", b"content-encoding", b"retry-after"})
 _STREAM_OWN = frozenset({b"cache-control", b"x-accel-buffering"})

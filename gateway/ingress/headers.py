@@ -30,6 +30,7 @@ _OUR_OWN = frozenset({b"host", b"content-length", b"expect", b"accept-encoding",
 _FORWARDED = frozenset({b"forwarded", b"via", b"x-real-ip"})
 _DROPPED = HOP_BY_HOP | CREDENTIALS | _OUR_OWN
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@\-]{1,128}")
+_REFUSED = re.compile(r"q\s*=\s*0(?:\.0*)?")
 _READ_TIMEOUT_MAX_S = 86_400.0
 
 
@@ -68,6 +69,16 @@ def for_rules(fields: list[tuple[bytes, bytes]]) -> dict[str, str]:
 def sane_request_id(given: str | None) -> str | None:
     """The client's id when it is short and harmless, else None."""
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
+
+
+def accepts_coding(accept_encoding: str, coding: str) -> bool:
+    """True when a client asked for every coding in a Content-Encoding value, by name or by `*`, and not with q=0."""
+    wanted = {
+        name.strip()
+        for name, _, weight in (part.partition(";") for part in accept_encoding.lower().split(","))
+        if not _REFUSED.fullmatch(weight.strip())
+    }
+    return "*" in wanted or wanted.issuperset(name.strip() for name in coding.lower().split(","))
 
 
 def read_timeout_s(rule_headers: dict[str, str]) -> float | None:

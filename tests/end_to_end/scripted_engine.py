@@ -190,6 +190,7 @@ class ScriptedEngine:
     health: int = 200
     port: int = 0
     host: str = "127.0.0.1"
+    prefix: str = ""
     requests: list[Asked] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
     active: int = 0
@@ -219,6 +220,8 @@ class ScriptedEngine:
         try:
             while wire.keep:
                 asked = await _read_request(reader)
+                assert asked.path.startswith(f"{self.prefix}/"), f"{asked.path} is not below {self.prefix}"
+                asked.path = asked.path.removeprefix(self.prefix)
                 if asked.method in {"GET", "HEAD"} and asked.path.partition("?")[0] in _PROBES:
                     await self._probe(asked.path, wire)
                 else:
