@@ -303,11 +303,13 @@ def _known_keys(schema: Mapping[str, Any], path: Path) -> Iterable[str]:
 
 def _below(node: Mapping[str, Any], part: str | int, definitions: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     for shape in _shapes(node, definitions):
-        below = shape.get("items") if isinstance(part, int) else shape.get("properties", {}).get(part)
-        if below is None and isinstance(part, str):
-            below = shape.get("additionalProperties")
-        if isinstance(below, Mapping):
-            yield below
+        if isinstance(part, int):
+            below = [shape.get("items")]
+        elif part in shape.get("properties", {}):
+            below = [shape["properties"][part]]
+        else:
+            below = [shape.get("additionalProperties"), *shape.get("patternProperties", {}).values()]
+        yield from (one for one in below if isinstance(one, Mapping))
 
 
 def _shapes(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:

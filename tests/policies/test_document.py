@@ -125,6 +125,19 @@ def test_a_document_without_sense_is_refused(text: str, expected: str) -> None:
     assert any(expected in one for one in found), found
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TWO.replace("ttft_sla_s", "ttft_slo_s"), "classes.chat.ttft_slo_s is unknown; did you mean ttft_sla_s?"),
+        (TWO + "sizing: {fixed: {engines: {a: {totl: 4}}}}\n", "engines.a.totl is unknown; did you mean total?"),
+        (TWO + "classify: {rules: [{clas: chat}]}\n", "classify.rules[0].clas is unknown; did you mean class?"),
+        (TWO + "clasify: {}\n", "clasify is unknown; did you mean classify?"),
+    ],
+)
+def test_a_mistyped_key_is_answered_with_the_nearest_one_of_its_place(text: str, expected: str) -> None:
+    assert any(expected in one for one in problems(text))
+
+
 def test_windows_for_an_engine_that_is_not_configured_are_refused() -> None:
     found = problems(TWO + "sizing: {fixed: {engines: {gpu9: {total: 4}}}}\n", engines=("gpu0", "gpu1"))
 
