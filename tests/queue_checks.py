@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import cast
 
 from redis.asyncio import Redis
 
@@ -13,12 +14,12 @@ async def check_keys(client: Redis, pool: str) -> None:
     """Fail for a key that is not in the table, has neither owner nor lifetime, or disagrees with the works."""
     start = prefix(pool)
     pattern = start.replace("[", r"\[") + "*"
-    found = {key.decode() async for key in client.scan_iter(match=pattern, count=1000)}
+    found = {str(key, "ascii") async for key in client.scan_iter(match=pattern, count=1000) if isinstance(key, bytes)}
     by_key = {start + key.name: key for key in TABLE}
     assert found <= set(by_key), f"keys that the table does not have: {found - set(by_key)}"
     for name in found:
         key = by_key[name]
-        assert (await client.type(name)).decode() == key.type
+        assert await client.type(name) == key.type.encode()
         assert key.owner or 0 < await client.pttl(name) <= (key.lifetime_ms or 0), (
             f"{name} has no owner and no lifetime"
         )
@@ -50,4 +51,4 @@ async def _check_indexes(client: Redis, start: str) -> None:
 
 
 async def _hash(client: Redis, name: str) -> dict[bytes, bytes]:
-    return await client.hgetall(name)  # type: ignore[no-any-return, misc]
+    return cast("dict[bytes, bytes]", await client.hgetall(name))

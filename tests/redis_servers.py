@@ -64,7 +64,7 @@ def serving(kind: str, *arguments: str, folder: str | None = None) -> Iterator[S
     """Start a server of a kind that is installed, and end it with the block. `folder` keeps its data after the block."""
     program = binary(kind)
     assert program is not None, f"{kind} is not installed"
-    with tempfile.TemporaryDirectory(prefix="hrq", dir="/tmp") as private:  # noqa: S108 - socket paths must be short
+    with tempfile.TemporaryDirectory(prefix="hrq", dir="/tmp") as private:
         home = Path(folder or private)
         path = home / "s"
         with (home / "log").open("wb") as log:

@@ -17,6 +17,7 @@ What the server says goes to `server.log`. It does not bound its memory: the que
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import shutil
@@ -289,10 +290,8 @@ class EmbeddedValkey:
     def _signal(self, how: signal.Signals) -> None:
         """Only while server.lock is held, which says that `pid` still names the server."""
         if self._lives():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, how)
-            except ProcessLookupError:
-                pass
 
     def _place_socket(self) -> None:
         """A path short enough for the kernel, in a directory that only we can enter. Kept over restarts."""
@@ -339,10 +338,8 @@ def _remove_socket_dir(socket: Path) -> None:
     """Only what `_place_socket` made: a record is a file, and files can be wrong."""
     if socket.parent.name.startswith(_SOCKET_DIR_PREFIX) and socket.name == _SOCKET_NAME:
         socket.unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):
             socket.parent.rmdir()
-        except OSError:
-            pass
 
 
 def _try_lock(path: Path) -> int | None:

@@ -119,6 +119,7 @@ class RedisQueue:
     """See the module header. One instance per process and pool; it owns the client that it is given."""
 
     __slots__ = (
+        "_ahead",
         "_client",
         "_command_timeout_s",
         "_execute",
@@ -150,6 +151,7 @@ class RedisQueue:
         self._scripts = {name: load(name) for name in _SCRIPTS}
         self._registered: dict[str, int] = {}
         self._node_changes = 0
+        self._ahead: dict[bytes, tuple[bytes, Work]] = {}
 
     # -- sessions and leadership -----------------------------------------------------------------------------------
 
@@ -239,9 +241,19 @@ class RedisQueue:
         for class_name, bound in bounds.items():
             args += (_encoded(class_name), bound)
         depths, ahead = await self._run("peek", *args)
-        works = tuple(unpack_work(work_id.decode(), record) for work_id, record in _pairs(ahead))
+        works = self._unpacked(ahead)
         queues = {tuple(queue.decode().split("/")): int(works) for queue, works in _pairs(depths) if b"/" in queue}
         return Waiting(works, {(unquote(name), unquote(tenant)): depth for (name, tenant), depth in queues.items()})
+
+    def _unpacked(self, ahead: Iterable[bytes]) -> tuple[Work, ...]:
+        """Works of a look-ahead; those that the last one showed, unchanged, are not decoded again."""
+        last, self._ahead = self._ahead, {}
+        for work_id, record in _pairs(ahead):
+            known = last.get(work_id)
+            if known is None or known[0] != record:
+                known = record, unpack_work(work_id.decode(), record)
+            self._ahead[work_id] = known
+        return tuple(work for _, work in self._ahead.values())
 
     async def claim_many(self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None) -> list[bool]:
         answers: list[bool] = []

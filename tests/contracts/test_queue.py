@@ -451,6 +451,16 @@ async def test_settle_answers_the_same_when_repeated(queue: Queue) -> None:
     assert await settle(queue, "a", attempt=2) == [Settled.GONE]
 
 
+async def test_a_work_settled_twice_in_one_call_is_remembered_as_done(queue: Queue) -> None:
+    await register(queue)
+    await enqueue(queue, work("a"))
+
+    answers = await queue.settle_many([("a", 0), ("a", 1), ("a", 0)], session=ME, now_ms=NOW)
+
+    assert answers == [Settled.DONE, Settled.GONE, Settled.DONE]
+    assert await settle(queue, "a") == [Settled.DONE]
+
+
 async def test_a_settle_is_forgotten_in_time(queue: Queue) -> None:
     await register(queue)
     await enqueue(queue, work("a"))

@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import structlog
 from redis.crc import key_slot
+from redis.exceptions import ResponseError
 from structlog.testing import CapturingLogger
 
 from gateway.queue import redis_queue
@@ -205,7 +206,7 @@ async def test_a_server_that_comes_back_empty_needs_no_setting_up(tmp_path: Path
         with serving("valkey-9", folder=folder) as server:
             queue = RedisQueue(connect(server.url), log=structlog.get_logger(), rng=random.Random(1))
             await register(queue)
-            bell = aiter(queue.bell(None))
+            bell = queue.bell(None)
             await anext(bell)
         with pytest.raises(QueueUnavailable, match="not reachable"):
             await register(queue)
@@ -328,7 +329,7 @@ async def test_works_whose_session_record_was_lost_are_swept() -> None:
             await register(queue, Session("alive", 1))
             await enqueue(queue, work("a"))
             await enqueue(queue, work("b"), session=Session("alive", 1))
-            await queue._client.hdel(queue._keys[0], "gateway-1/1")  # type: ignore[misc]
+            await queue._client.hdel(queue._keys[0], "gateway-1/1")
 
             expired = await queue.expire_sessions(now_ms=NOW)
 
@@ -346,7 +347,7 @@ async def test_a_store_that_is_not_there_is_told_without_the_password() -> None:
 
 async def test_a_fault_of_our_own_is_raised_as_itself(valkey: Server) -> None:
     async with queue_at(valkey.url) as queue:
-        with pytest.raises(redis_queue.ResponseError):
+        with pytest.raises(ResponseError):
             await queue._command("NOSUCHCOMMAND")
 
 
@@ -362,7 +363,7 @@ class Proxy:
         self.losing = False
         self.lost = 0
 
-    async def __aenter__(self) -> Proxy:
+    async def __aenter__(self) -> Self:
         self._server = await asyncio.start_unix_server(self._serve, self.path)
         return self
 
@@ -468,7 +469,7 @@ async def contents(queue: RedisQueue) -> dict[str, Any]:
     for key in queue._keys:
         name = key.rpartition(":")[2]
         if await queue._client.type(key) == b"hash":
-            found[name] = await queue._client.hgetall(key)  # type: ignore[misc]
+            found[name] = await queue._client.hgetall(key)
         else:
             found[name] = await queue._client.zrange(key, 0, -1, withscores=True)
     return found

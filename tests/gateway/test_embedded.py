@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import cast
 
+import orjson
 import pytest
 import structlog
 
@@ -47,7 +50,7 @@ def abandon(state_dir: Path) -> int:
 async def ask(server: EmbeddedValkey, name: str) -> bytes | None:
     client = connect(server.url)
     try:
-        return await client.get(name)  # type: ignore[no-any-return]
+        return cast("bytes | None", await client.get(name))
     finally:
         await client.aclose()
 
@@ -100,7 +103,7 @@ async def test_a_server_left_by_a_killed_gateway_is_adopted_not_doubled(tmp_path
 async def test_a_record_of_a_dead_server_is_cleaned_and_its_data_kept(tmp_path: Path) -> None:
     left = abandon(tmp_path)
     os.kill(left, signal.SIGKILL)
-    socket_dir = Path(embedded.orjson.loads((tmp_path / "server.json").read_bytes())["socket"]).parent
+    socket_dir = Path(orjson.loads((tmp_path / "server.json").read_bytes())["socket"]).parent
     async with asyncio.timeout(5):
         while lives(left):
             await asyncio.sleep(0.01)
@@ -114,7 +117,7 @@ async def test_a_record_of_a_dead_server_is_cleaned_and_its_data_kept(tmp_path: 
 
 async def test_a_record_with_a_living_stranger_s_pid_harms_nobody(tmp_path: Path) -> None:
     record = {"socket": "/tmp/headrace-gone/queue", "pid": os.getpid(), "run_id": "f" * 40}  # noqa: S108
-    (tmp_path / "server.json").write_bytes(embedded.orjson.dumps(record))
+    (tmp_path / "server.json").write_bytes(orjson.dumps(record))
 
     async with EmbeddedValkey(tmp_path, log=LOG) as server:
         assert server.pid != os.getpid()
@@ -123,8 +126,8 @@ async def test_a_record_with_a_living_stranger_s_pid_harms_nobody(tmp_path: Path
 
 async def test_a_server_with_another_run_id_is_not_adopted(tmp_path: Path) -> None:
     left = abandon(tmp_path)
-    record = embedded.orjson.loads((tmp_path / "server.json").read_bytes())
-    (tmp_path / "server.json").write_bytes(embedded.orjson.dumps({**record, "run_id": "f" * 40}))
+    record = orjson.loads((tmp_path / "server.json").read_bytes())
+    (tmp_path / "server.json").write_bytes(orjson.dumps({**record, "run_id": "f" * 40}))
 
     with pytest.raises(EmbeddedServerError, match="run id"):
         await EmbeddedValkey(tmp_path, log=LOG).__aenter__()
@@ -167,7 +170,7 @@ def test_without_any_server_program_both_remedies_are_named(monkeypatch: pytest.
 async def test_a_long_temporary_directory_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("d" * 100)
     long.mkdir()
-    monkeypatch.setattr(embedded.tempfile, "gettempdir", lambda: str(long))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(long))
 
     async with EmbeddedValkey(tmp_path / "state", log=LOG) as server:
         assert len(server.url) < 100

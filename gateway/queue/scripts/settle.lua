@@ -13,7 +13,12 @@ local NEVER_HERE = 999
 -- A removal first: see record.lua about memory.
 redis.call('ZREMRANGEBYSCORE', SETTLED, '-inf', '(' .. digits((now_ms - keep_ms) * 1000))
 
-local memories, removed = {}, false
+local remembered, removed = false, false
+
+local function remember(memory, attempt)
+  redis.call('ZADD', SETTLED, digits(now_ms * 1000 + attempt), memory)
+  remembered = true
+end
 
 local function settle(id, attempt)
   local memory = owner .. '/' .. id
@@ -24,12 +29,12 @@ local function settle(id, attempt)
     redis.call('ZREM', OWNED, owned_member(work))
     redis.call('HDEL', WORKS, id)
     removed = true
-    memories[#memories + 1] = {memory, math.min(attempt, NEVER_HERE - 1)}
+    remember(memory, math.min(attempt, NEVER_HERE - 1))
     return 1
   end
   local score = redis.call('ZSCORE', SETTLED, memory)
   if not score then
-    memories[#memories + 1] = {memory, NEVER_HERE}
+    remember(memory, NEVER_HERE)
     return 2
   end
   return tonumber(score) % 1000 == math.min(attempt, NEVER_HERE - 1) and 1 or 2
@@ -39,10 +44,7 @@ local answers = {}
 for i = 5, #ARGV, 2 do
   answers[#answers + 1] = settle(ARGV[i], tonumber(ARGV[i + 1]))
 end
-for _, memory in ipairs(memories) do
-  redis.call('ZADD', SETTLED, digits(now_ms * 1000 + memory[2]), memory[1])
-end
-if #memories > 0 then redis.call('PEXPIRE', SETTLED, 2 * keep_ms) end
+if remembered then redis.call('PEXPIRE', SETTLED, 2 * keep_ms) end
 write_depths()
 if removed then redis.call('PUBLISH', bell, '') end
 return answers

@@ -1,0 +1,106 @@
+"""What a work costs in the queue: enqueue, claim and settle on a Valkey of its own.
+
+    python -m tests.benchmarks.bench_queue [WORKS]
+
+CPU is this process's own (user + system), which a busy machine disturbs least.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from gateway.queue.base import Queue, Session
+from gateway.queue.batcher import Batcher
+from gateway.queue.memory_queue import MemoryQueue
+from gateway.queue.redis_queue import RedisQueue, connect
+from policies.vocabulary import Grant, Work
+from tests.redis_servers import serving
+
+ME = Session("bench", 1)
+BOUNDS = {"interactive": 1 << 20}
+
+
+def now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+def work(number: int) -> Work:
+    now_s = time.time()
+    return Work(
+        f"w{number}", "interactive", "acme", "llama", "/v1/chat/completions", now_s, now_s, 300, 200, 1, now_s + 1
+    )
+
+
+async def lives(queue: Queue, batcher: Batcher, numbers: range, epoch: int) -> None:
+    """Works one after the other, as one client among many sees it."""
+    for number in numbers:
+        one = work(number)
+        await batcher.enqueue(one, max_queue=BOUNDS)
+        await queue.claim_many([Grant(one.id, "gpu", epoch, 1, 0.0)], now_ms=now_ms())
+        await batcher.settle(one.id, 1)
+
+
+async def rounds(queue: Queue, batcher: Batcher, numbers: range, epoch: int, together: int) -> None:
+    """Works that come together, as a loaded gateway sees them: one dispatch round claims them in one script."""
+    for start in range(numbers.start, numbers.stop, together):
+        some = [work(number) for number in range(start, start + together)]
+        await asyncio.gather(*(batcher.enqueue(one, max_queue=BOUNDS) for one in some))
+        waiting = await queue.peek(bounds={}, default_bound=together, now_ms=now_ms())
+        await queue.claim_many([Grant(one.id, "gpu", epoch, 1, 0.0) for one in waiting.works], now_ms=now_ms())
+        await asyncio.gather(*(batcher.settle(one.id, 1) for one in waiting.works))
+
+
+async def measure(title: str, works: int, run: Callable[[], Awaitable[None]]) -> None:
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    await run()
+    cpu_us, wall_us = ((time.process_time() - cpu_s) / works * 1e6, (time.perf_counter() - wall_s) / works * 1e6)
+    sys.stdout.write(f"{title:<58}{cpu_us:8.1f} us CPU{wall_us:9.1f} us wall per work\n")
+
+
+async def bench(name: str, queue: Queue, works: int) -> None:
+    await queue.renew_session(ME, now_ms=now_ms(), valid_for_ms=600_000, report={})
+    epoch = (await queue.lead("bench", now_ms=now_ms(), valid_for_ms=600_000)).epoch
+    async with Batcher(queue, session=lambda: ME, now_ms=now_ms) as batcher:
+        numbers = iter(range(0, works * 10, works))
+
+        def fresh() -> range:
+            start = next(numbers)
+            return range(start, start + works)
+
+        one, many, pieces = fresh(), fresh(), fresh()
+        await measure(f"{name}, 1 client, enqueue + claim + settle", works, lambda: lives(queue, batcher, one, epoch))
+
+        async def at_once() -> None:
+            parts = [range(many.start + i, many.stop, 64) for i in range(64)]
+            await asyncio.gather(*(lives(queue, batcher, part, epoch) for part in parts))
+
+        await measure(f"{name}, 64 clients, a claim each", works, at_once)
+        await measure(
+            f"{name}, 64 together, peek and claim in one", works, lambda: rounds(queue, batcher, pieces, epoch, 64)
+        )
+    deep = [work(i) for i in range(100_000, 110_000)]
+    await queue.enqueue_many(deep, session=ME, max_queue=BOUNDS, now_ms=now_ms())
+
+    async def look() -> None:
+        for _ in range(200):
+            await queue.peek(bounds={}, default_bound=64, now_ms=now_ms())
+
+    await measure(f"{name}, peek of 64 from 10,000 waiting (per peek)", 200, look)
+
+
+async def main(works: int) -> None:
+    await bench("memory", MemoryQueue(now_ms), works)
+    with serving("valkey-9") as server:
+        queue = RedisQueue(connect(server.url), log=structlog.get_logger(), rng=random.Random(1))
+        await bench("valkey", queue, works)
+        await queue.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 6_400))
