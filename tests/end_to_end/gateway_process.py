@@ -32,6 +32,7 @@ class GatewayProcess:
         self.log_path = folder / "gateway.log"
         self.public_url = self.admin_url = ""
         self.process: asyncio.subprocess.Process | None = None
+        self._admin = httpx.AsyncClient(trust_env=False)
 
     @property
     def port(self) -> int:
@@ -79,6 +80,7 @@ class GatewayProcess:
     async def __aexit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        await self._admin.aclose()
         await self._end()
 
     async def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
@@ -90,14 +92,12 @@ class GatewayProcess:
 
     async def metrics(self) -> dict[str, float]:
         """The admin page as series -> value."""
-        async with httpx.AsyncClient() as client:
-            page = (await client.get(f"{self.admin_url}/metrics")).text
+        page = (await self._admin.get(f"{self.admin_url}/metrics")).text
         pairs = (line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#"))
         return {series: float(value) for series, value in pairs}
 
     async def status(self) -> dict[str, Any]:
-        async with httpx.AsyncClient() as client:
-            found: dict[str, Any] = (await client.get(f"{self.admin_url}/admin/v1/status")).json()
+        found: dict[str, Any] = (await self._admin.get(f"{self.admin_url}/admin/v1/status")).json()
         return found
 
     def rss_bytes(self) -> int:
