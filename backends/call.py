@@ -51,7 +51,6 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         self.born_s = self._pool.loop.time()
-        self._pool.connection_opened(self)
 
     def data_received(self, data: bytes) -> None:
         call = self.call
@@ -133,6 +132,7 @@ class EngineCall:
             return
         connection.call = self
         self._connection = connection
+        self._pool.connection_taken(connection)
         self._reused = reused
         self._sent = True
         if self._reader.paused:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from backends.base import (
@@ -40,6 +41,8 @@ from backends.request_head import RequestHeads
 MAX_IDLE: Final = 512
 MAX_AGE_S: Final = 30.0
 FETCH_MAX_BYTES: Final = 8 * 1024 * 1024
+CLOSE_S: Final = 1.0
+"""Bound on waiting for the loop to report aborted connections as lost, which takes a turn or two."""
 
 
 class Fetched(NamedTuple):
@@ -168,7 +171,9 @@ class EnginePool:
         for connection in list(self._open):
             connection.transport.abort()
         if self._open:
-            await self._emptied.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._emptied.wait()
 
     # for calls
 
@@ -202,7 +207,9 @@ class EnginePool:
 
     # for connections
 
-    def connection_opened(self, connection: Connection) -> None:
+    def connection_taken(self, connection: Connection) -> None:
+        """From here on the connection is ours to close; before, it is its dial's (uvloop tells no connection_lost for
+        a dial that is cancelled)."""
         self._open.add(connection)
 
     def connection_ending(self, connection: Connection) -> None:

@@ -16,7 +16,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Coroutine
 from itertools import chain, zip_longest
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from backends.base import FailureKind
 
@@ -117,5 +117,4 @@ async def _call_off(running: set[asyncio.Task[Opened[ProtocolT]]]) -> None:
     for task in running:
         if not task.cancelled() and task.exception() is None:  # it had connected just then
             transport, _ = task.result()
-            if isinstance(transport, asyncio.WriteTransport):
-                transport.abort()
+            cast("asyncio.Transport", transport).abort()  # uvloop's transports are none by inheritance

@@ -47,7 +47,7 @@ class RequestHeads:
     literal   host is an IP address, so that there is nothing to resolve
     """
 
-    __slots__ = ("_fixed", "_prefix", "_query", "host", "literal", "port", "secure")
+    __slots__ = ("_fixed", "_fixed_line_ends", "_prefix", "_query", "host", "literal", "port", "secure")
 
     def __init__(self, address: EngineAddress) -> None:
         try:
@@ -71,15 +71,17 @@ class RequestHeads:
         authority = f"[{self.host}]" if ":" in self.host else self.host
         if self.port != _DEFAULT_PORTS[url.scheme]:
             authority = f"{authority}:{self.port}"
-        fixed = f"host: {authority}\r\naccept-encoding: identity".encode()
+        fixed = [f"host: {authority}".encode(), b"accept-encoding: identity"]
         if address.api_key is not None:
-            fixed += b"\r\nauthorization: Bearer " + address.api_key.encode()
+            fixed.append(b"authorization: Bearer " + address.api_key.encode())
         elif url.username is not None:
             pair = f"{unquote(url.username)}:{unquote(url.password or '')}"
-            fixed += b"\r\nauthorization: Basic " + base64.b64encode(pair.encode())
-        if not _lines_whole(fixed, fixed.count(b"\r\n")) or not _TARGET.fullmatch(self._prefix + b"/" + self._query):
+            fixed.append(b"authorization: Basic " + base64.b64encode(pair.encode()))
+        self._fixed = b"\r\n".join(fixed)
+        self._fixed_line_ends = len(fixed) - 1
+        whole = _lines_whole(self._fixed, self._fixed_line_ends)
+        if not whole or not _TARGET.fullmatch(self._prefix + b"/" + self._query):
             raise _bad_address(address)
-        self._fixed = fixed
 
     def render(self, request: EngineRequest) -> bytes:
         """The request's head, up to and including the blank line. Raises ValueError for what cannot be sent."""
@@ -92,7 +94,7 @@ class RequestHeads:
         lines.extend(b"%b: %b" % field for field in request.headers if field[0] not in _OURS)
         lines.append(b"content-length: %d\r\n\r\n" % len(request.body))
         head = b"\r\n".join(lines)
-        if not _lines_whole(head, len(lines) + 1 + self._fixed.count(b"\r\n")):
+        if not _lines_whole(head, len(lines) + 1 + self._fixed_line_ends):
             raise ValueError("a request header field: must hold no CR, LF or NUL; drop it before it gets here")
         return head
 
@@ -113,5 +115,6 @@ def _is_literal(host: str) -> bool:
 def _bad_address(address: EngineAddress) -> ValueError:
     # The URL itself may hold a password, so that it is named by its engine only.
     return ValueError(
-        f"base_url of engine {address.name}: must be http(s)://host[:port][/prefix] without line breaks; correct it"
+        f"address of engine {address.name}: base_url must be http(s)://host[:port][/prefix] and api_key one line; "
+        "correct its settings"
     )
