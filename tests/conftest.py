@@ -7,7 +7,12 @@ import socket
 from collections.abc import Generator, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("headrace", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("headrace")
+"""No deadline for single examples: on a shared machine it measures the neighbours."""
 
 NO_SKIP = "HEADRACE_ALLOW_NO_SKIP"
 

