@@ -96,8 +96,9 @@ class EnginePool:
         self._max_idle = max_idle
         self._max_age_s = float("inf") if self._heads.literal else max_age_s
         self._idle: OrderedDict[Connection, float] = OrderedDict()  # to the loop time it expires, soonest first
-        self._open: set[Connection] = set()
-        self._calls: set[EngineCall] = set()
+        # Dicts for sets: walked in order of insertion, so that a simulated run repeats itself.
+        self._open: dict[Connection, None] = {}
+        self._calls: dict[EngineCall, None] = {}
         self._connecting: set[asyncio.Task[None]] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
@@ -116,7 +117,7 @@ class EnginePool:
         """
         head = self._heads.render(request)
         call = EngineCall(self, receiver, head, request.body, bodiless=request.method == b"HEAD")
-        self._calls.add(call)
+        self._calls[call] = None
         connection = self._take_idle()
         if self._closed:
             self.loop.call_soon(call.fail, FailureKind.CLOSED, "the gateway has closed this engine's connections")
@@ -203,14 +204,14 @@ class EnginePool:
             self._sweep = self.loop.call_at(now_s + self._address.idle_s, self._drop_expired)
 
     def call_over(self, call: EngineCall) -> None:
-        self._calls.discard(call)
+        self._calls.pop(call, None)
 
     # for connections
 
     def connection_taken(self, connection: Connection) -> None:
         """From here on the connection is ours to close; before, it is its dial's (uvloop tells no connection_lost for
         a dial that is cancelled)."""
-        self._open.add(connection)
+        self._open[connection] = None
 
     def connection_ending(self, connection: Connection) -> None:
         """The engine closes it: nobody may take it any more."""
@@ -218,7 +219,7 @@ class EnginePool:
 
     def connection_lost(self, connection: Connection) -> None:
         self._idle.pop(connection, None)
-        self._open.discard(connection)
+        self._open.pop(connection, None)
         if self._closed and not self._open:
             self._emptied.set()
 
