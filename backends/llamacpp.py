@@ -32,7 +32,9 @@ class LlamaCpp(OpenAICompatible):
     """See the module header."""
 
     kind: str = "llamacpp"
-    understands: ClassVar[Capabilities] = Capabilities(include_usage=True)
+    # It understands include_usage too, but then moves `timings`, which clients read, into the event that we would strip;
+    # its timings tell the counts as well.
+    understands: ClassVar[Capabilities] = Capabilities()
 
     async def _measure(self) -> dict[Signal, Measured]:
         problem: BackendError | None = None

@@ -4,7 +4,8 @@ A choice bears a token when it shows any of what a model can say (text, reasonin
 token_ids. Its first event is often a role and nothing else, which is no token; an empty text later is one (half a
 UTF-8 character), unless it comes with a finish reason. TGI sends `finish_reason: ""` until the end, so only a
 non-empty one finishes a sequence. Two streams of the same routes' neighbours are read here too: the typed events of
-audio transcriptions, and llama.cpp's own /completion, which ends with `"stop": true` and no [DONE].
+audio transcriptions, and llama.cpp's own /completion, which ends with `"stop": true` and no [DONE]. llama.cpp's
+timings stand for usage where there is none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Mapping
 
 from backends.dialects.errors import EngineError, aborted
-from backends.dialects.payload import ABORTED_FINISHES, JsonObject, child
+from backends.dialects.payload import ABORTED_FINISHES, JsonObject, child, count
 from backends.dialects.reading import EventReader, Verdict
 
 _SPOKEN = frozenset({"content", "refusal", "tool_calls", "function_call", "audio", "images", "text"})
@@ -38,6 +39,8 @@ class OpenAIReader(EventReader):
         usage = payload.get("usage")
         if isinstance(usage, dict):
             self._take_usage(usage)
+        elif isinstance(timings := payload.get("timings"), dict):
+            self._take_usage(_usage_of_timings(timings))
         choices = payload.get("choices")
         if isinstance(choices, list) and choices:
             for choice in choices:
@@ -101,6 +104,13 @@ class OpenAIReader(EventReader):
 
     def _opens(self, head: bytes) -> bool:
         return _ROLE_ONLY.search(head) is not None
+
+
+def _usage_of_timings(timings: Mapping[str, object]) -> JsonObject:
+    """What llama.cpp counts in every last event, usage asked for or not; the prompt is told in two parts."""
+    evaluated = count(timings.get("prompt_n"))
+    prompt = None if evaluated is None else evaluated + (count(timings.get("cache_n")) or 0)
+    return {"prompt_tokens": prompt, "completion_tokens": timings.get("predicted_n")}
 
 
 def _said(choice: Mapping[str, object]) -> dict[str, object]:

@@ -37,7 +37,12 @@ class ReplyFacts:
 
 
 def read_reply(body: bytes, path: str) -> ReplyFacts:
-    """Read the JSON body of a 200. `path` is the engine path: a stored response's status counts on its own route."""
+    """Read the JSON body of a 200. `path` is the engine path.
+
+    Below /v1/responses/ an object is asked for, not made: that it failed or was cancelled is the answer.
+    """
+    if path.startswith("/v1/responses/"):
+        return ReplyFacts()
     if len(body) > PARSE_MAX_BYTES:
         return _read_ends(body)
     payload = load(body)
@@ -52,7 +57,7 @@ def _read_object(payload: JsonObject, path: str) -> ReplyFacts:
     finish = _aborted_finish(payload)
     if error is None and finish:
         error = aborted(finish)
-    if error is None and path.startswith("/v1/responses") and payload.get("status") in {"failed", "cancelled"}:
+    if error is None and path == "/v1/responses" and payload.get("status") in {"failed", "cancelled"}:
         error = error_of(child(payload, "error"), payload)
     return ReplyFacts(prompt, output, bool(finish), error)
 

@@ -555,3 +555,14 @@ def test_a_tgi_stream_can_be_nothing_but_an_error() -> None:
 def test_an_unknown_dialect_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="dialect 'grpc' of /x: expected one of openai, responses, messages, tgi"):
         open_reader("grpc", "/x", sequences=1, strip_usage=False)
+
+
+@pytest.mark.parametrize("cached", [0, 33])
+def test_timings_of_llamacpp_stand_for_usage_where_there_is_none(cached: int) -> None:
+    reader = open_reader("openai", "/v1/chat/completions", sequences=1, strip_usage=False)
+
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    timings = {"cache_n": cached, "prompt_n": 1, "predicted_n": 5, "predicted_ms": 50.5}
+    reader.inspect(b"data: " + json.dumps({**last, "timings": timings}).encode() + b"\n\n")
+
+    assert (reader.prompt_tokens, reader.output_tokens) == (cached + 1, 5)

@@ -69,8 +69,10 @@ def test_a_200_that_holds_an_error_object_is_an_error() -> None:
     assert facts.error == EngineError(500, "engine died", "InternalServerError", 500)
 
 
-@pytest.mark.parametrize(("path", "failed"), [("/v1/responses", True), ("/v1/batches", False)])
-def test_a_failed_status_is_an_error_for_a_response_only(path: str, *, failed: bool) -> None:
+@pytest.mark.parametrize(
+    ("path", "failed"), [("/v1/responses", True), ("/v1/responses/resp_1", False), ("/v1/batches", False)]
+)
+def test_a_failed_status_is_an_error_where_the_response_is_made(path: str, *, failed: bool) -> None:
     facts = read_reply(b'{"status": "failed", "error": null}', path)
 
     assert (facts.error is not None) == failed

@@ -185,7 +185,7 @@ async def test_closing_closes_the_pool(kind: str) -> None:
         ("vllm", Capabilities(include_usage=True, priority=Priority.LOWER_FIRST, return_token_ids=True)),
         ("sglang", Capabilities(include_usage=True, priority=Priority.HIGHER_FIRST)),
         ("tgi", Capabilities(include_usage=True)),
-        ("llamacpp", Capabilities(include_usage=True)),
+        ("llamacpp", Capabilities()),
         ("openai", Capabilities()),
     ],
 )
