@@ -19,6 +19,7 @@ import uvloop
 
 from backends.base import BackendError, EngineAddress, EngineRequest, FailureKind
 from backends.connection import EnginePool
+from backends.dialing import dial
 from backends.request_head import RequestHeads
 from tests.backends.connection_peer import (
     GET,
@@ -716,6 +717,42 @@ async def test_of_two_addresses_that_answer_at_once_one_is_kept(monkeypatch: pyt
 
     assert fetched.body == b"hello"
     assert kept == "<EnginePool e: 0 calls, 0 connecting, 1 idle>"
+
+
+async def test_a_loser_that_connected_in_the_same_turn_as_the_winner_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backends.dialing.STAGGER_S", 0.0)
+    _resolving(monkeypatch, [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "127.0.0.2")])
+    loop = asyncio.get_running_loop()
+    both = asyncio.Barrier(2)
+    aborted: list[str] = []
+
+    class Opened(asyncio.Transport):
+        def __init__(self, address: str) -> None:
+            super().__init__()
+            self.address = address
+
+        def abort(self) -> None:
+            aborted.append(self.address)
+
+    async def open_together(
+        factory: Callable[[], asyncio.Protocol], address: str, _: int
+    ) -> tuple[asyncio.Transport, asyncio.Protocol]:
+        await both.wait()
+        protocol = factory()
+        transport = Opened(address)
+        protocol.connection_made(transport)
+        return transport, protocol
+
+    class Holder(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = transport
+
+    monkeypatch.setattr(loop, "create_connection", open_together)
+
+    kept = await dial(loop, Holder, "engine", 8000, literal=False, tls=None)
+
+    assert isinstance(kept.transport, Opened)
+    assert sorted([*aborted, kept.transport.address]) == ["127.0.0.1", "127.0.0.2"]
 
 
 async def test_all_addresses_refusing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
