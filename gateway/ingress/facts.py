@@ -1,7 +1,7 @@
 """What the gateway reads of a body, and nothing more: `Facts` for classifying, queueing and sizing.
 
-The body is parsed once, by orjson (depth bounded at 1,024, strict UTF-8, no NaN). What is no JSON object, or names no
-model, is refused here. Every other oddity is the engine's to judge: a field of a strange type counts as absent and
+The body is parsed once, by orjson (strict UTF-8, no NaN, no recursion). What is no JSON object, is nested deeper than
+DEPTH_MAX (engines parse recursively and may die of it), or names no model, is refused here. Every other oddity is the engine's to judge: a field of a strange type counts as absent and
 passes unread, so that a new API field never breaks.
 
 Token counts are estimates: a quarter of the text's UTF-8 bytes, the length of lists of token ids, a flat number for an
@@ -10,6 +10,8 @@ image or a sound.
 
 from __future__ import annotations
 
+import re
+from itertools import accumulate
 from typing import cast
 
 import orjson
@@ -17,6 +19,7 @@ import orjson
 from gateway.errors import Refusal
 from gateway.exchange import Facts
 
+DEPTH_MAX = 200
 MODEL_MAX_CHARS = 256
 BYTES_PER_TOKEN = 4
 MEDIA_TOKENS = 1_024
@@ -41,6 +44,11 @@ _LIST_FIELDS = ("prompt", "inputs", "documents", "texts", "text_2")
 _LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
 _MEDIA_KEYS = frozenset({"image_url", "input_audio", "video_url", "audio_url", "image", "source", "file_data"})
 
+_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
+_STRING = re.compile(rb'"[^"]*"')
+_BETWEEN_BRACKETS = (ord("[") + ord("]")) // 2
+
 _Object = dict[str, object]
 
 
@@ -59,6 +67,8 @@ def read_json(
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise _bad_request(f"body is not valid JSON: {error.msg} at byte {error.pos}; send one JSON object") from None
+    if _too_deep(body):
+        raise _bad_request(f"body is nested deeper than {DEPTH_MAX} levels: send a flatter one")
     if not isinstance(document, dict):
         raise _bad_request(f"body is a JSON {_KINDS.get(type(document), 'value')}: expected an object")
     fields = cast("_Object", document)
@@ -85,6 +95,24 @@ def checked_model(model: object) -> str:
     if not model or len(model) > MODEL_MAX_CHARS:
         raise _bad_model(f"model has {len(model)} characters: expected 1 to {MODEL_MAX_CHARS}")
     return model
+
+
+def _too_deep(body: bytes) -> bool:
+    """True when valid JSON nests deeper than DEPTH_MAX.
+
+    A body has to hold more brackets than that to be looked at closer, which few do. Then everything but brackets goes, at
+    the speed of memory, and what is left is counted up and down: linear, whatever the body, and far below its parsing.
+    """
+    if body.count(b"[") + body.count(b"{") <= DEPTH_MAX:
+        return False
+    # Pairs of backslashes first: what then still stands before a quote escapes it.
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    # Two quotes in a row hold nothing between them, whichever strings they belong to.
+    skeleton = unescaped.translate(_TO_BRACKETS, _NO_STRUCTURE).replace(b'""', b"")
+    if b'"' in skeleton:
+        skeleton = _STRING.sub(b"", skeleton)
+    steps = map(_BETWEEN_BRACKETS.__sub__, skeleton)
+    return max(accumulate(steps), default=0) > DEPTH_MAX
 
 
 def _model(fields: _Object, default_model: str | None) -> str:

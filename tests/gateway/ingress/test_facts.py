@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import Refusal
 from gateway.exchange import Facts
-from gateway.ingress.facts import MEDIA_TOKENS, SEQUENCES_MAX, read_json
+from gateway.ingress.facts import DEPTH_MAX, MEDIA_TOKENS, SEQUENCES_MAX, _too_deep, read_json
 from gateway.ingress.multipart import read_multipart
 
 CHAT = "/v1/chat/completions"
@@ -72,6 +72,37 @@ def test_a_hundred_levels_and_many_keys_pass() -> None:
     read = facts(metadata=nested, tools=[nested], **{f"k{number}": 1 for number in range(100_000)})
 
     assert read.model == "m"
+
+
+@pytest.mark.parametrize(("levels", "refused"), [(DEPTH_MAX - 1, False), (DEPTH_MAX, True), (1_000, True)])
+def test_a_body_deeper_than_engines_bear_is_refused(levels: int, refused: bool) -> None:
+    body = b'{"model":"m","x":' + b'[{"\\"[":' * (levels // 2) + b"[" * (levels % 2)
+    body += b'"]]"' + b"]" * (levels % 2) + b"}]" * (levels // 2) + b"}"
+
+    with pytest.raises(Refusal, match="deeper") if refused else contextlib.nullcontext():
+        read_json(body, path=CHAT)
+
+
+_TEXT = st.text('[]{}"\\a,', max_size=5)
+
+
+@given(
+    st.recursive(_TEXT, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3)),
+    st.integers(0, 5),
+)
+def test_depth_is_counted_whatever_strings_hold(value: object, depth_max: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.ingress.facts.DEPTH_MAX", depth_max)
+
+        assert _too_deep(orjson.dumps(value)) == (depth_of(value) > depth_max)
+
+
+def depth_of(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth_of, value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max(map(depth_of, value), default=0)
+    return 0
 
 
 def test_an_error_never_quotes_the_body() -> None:
