@@ -33,8 +33,8 @@ _MAY_BE_IDLE = frozenset(b":\r\n\xef")
 class Event:
     """One complete event of a block.
 
-    name             the last `event:` field, b"" if none
-    data             the `data:` fields joined by LF, b"" if none (then clients see no event)
+    name             the last `event:` field, b"" if none; b"error" for an `error:` field
+    data             the `data:` fields joined by LF, b"" if none (then clients see no event); an `error:` field likewise
     start, end       block[start:end] is the event with its comments and the empty line that ends it
     is_comment_only  it holds no field at all
     """
@@ -172,4 +172,7 @@ def _read_event(block: bytes, start: int, end: int) -> Event:
             data.append(value)
         elif field == b"event":
             name = value
+        elif field == b"error":  # llama.cpp until 2025: its errors are fields that the standard tells clients to ignore
+            name = field
+            data.append(value)
     return Event(name, b"\n".join(data), start, end, is_comment_only=bare)

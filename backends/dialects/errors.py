@@ -9,6 +9,8 @@
     {"type": "error", "error": {"type", "message"}}        Messages
     {"detail": "Not Found"} or {"detail": [{"msg"}]}       FastAPI
 
+and in a stream as an event named `error`, whose data may be plain text.
+
 `"error": null` is no error. A message is the engine's own and may quote the client's prompt: it may go back to that
 client and nowhere else.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from backends.dialects.payload import load, text
+from backends.dialects.payload import JsonObject, load, text
 
 MESSAGE_MAX_CHARS = 300
 """Longest plain-text error body taken for a message; longer ones are pages of some proxy."""
@@ -88,6 +90,13 @@ def error_in(payload: Mapping[str, object]) -> EngineError | None:
     if payload.get("object") == "error" or (payload.get("type") == "error" and "choices" not in payload):
         return error_of(payload, payload)
     return None
+
+
+def error_named(data: bytes, payload: JsonObject | None) -> EngineError:
+    """The error in an event that is called one: an object of any form, or plain text."""
+    if payload is None:
+        return EngineError(500, _plain_text(data))
+    return error_of({**payload, "message": _plain_message(payload)}, payload)
 
 
 def error_of(error: Mapping[str, object], payload: Mapping[str, object]) -> EngineError:

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import orjson
 
-from backends.dialects.errors import EngineError, error_in
+from backends.dialects.errors import EngineError, error_in, error_named
 from backends.dialects.payload import JsonObject, load_object, usage_tokens
 from backends.sse import Event, events, first_end, is_idle
 
@@ -214,11 +214,11 @@ class EventReader(ABC):
             self._on_done()
             return Verdict.KEEP
         payload = load_object(data)
-        if payload is None:
-            return Verdict.KEEP
-        error = error_in(payload)
+        error = error_in(payload or {}) or (error_named(data, payload) if event.name == b"error" else None)
         if error is not None:
             return error
+        if payload is None:
+            return Verdict.KEEP
         before = self.tokens
         verdict = self._on_payload(event.name, payload)
         if self.tokens == before + 1 and self._tries < SHAPE_TRIES and event.end - event.start <= SHAPE_MAX_BYTES:

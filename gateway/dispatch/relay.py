@@ -361,18 +361,19 @@ class Relay:
             prompt_tokens = reader.prompt_tokens
             if reader.output_tokens is not None:
                 self.output_tokens = reader.output_tokens
-        if fault is None:
-            self._reply.finish()
-        elif self._committed:
-            next_number = 0 if reader is None else reader.next_sequence_number
-            self._reply.fail(fault.refusal, sequence_number=next_number)
         if fault is not None and self._call is not None:
             self._call.abort()
+        # First the end, then the client: an abort loses the connection, and that cancels a handler which has no end yet.
         self.done.set_result(
             AttemptEnd(
                 fault, self.output_tokens, prompt_tokens, self._engine_ttft_s, self._committed, self._response_id
             )
         )
+        if fault is None:
+            self._reply.finish()
+        elif self._committed:
+            next_number = 0 if reader is None else reader.next_sequence_number
+            self._reply.fail(fault.refusal, sequence_number=next_number, mid_event=self._splitter.oversize)
 
     def _resume(self) -> None:
         self._last_byte_s = self._clock.now_s()

@@ -99,15 +99,18 @@ class Reply:
             self.ended = True
             self._exchange.downstream.finish()
 
-    def fail(self, refusal: Refusal, *, sequence_number: int = 0) -> None:
-        """End with an error, in the way that is still open."""
+    def fail(self, refusal: Refusal, *, sequence_number: int = 0, mid_event: bool = False) -> None:
+        """End with an error, in the way that is still open.
+
+        mid_event   part of an event was sent, so that an error event would be read as the rest of it
+        """
         if self.ended:
             return
         self.ended = True
         exchange, downstream = self._exchange, self._exchange.downstream
         if not self.opened:
             self._answer(refusal.status, render_body(refusal, exchange.dialect), refusal, "application/json")
-        elif not exchange.facts.stream:
+        elif mid_event or not exchange.facts.stream:
             downstream.abort()
         else:
             downstream.write(render_event(refusal, exchange.dialect, sequence_number=sequence_number))
