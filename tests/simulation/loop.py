@@ -1,8 +1,8 @@
-"""An asyncio loop in virtual time, seeded: the same seed is the same run, and an hour costs only its callbacks.
+"""An asyncio loop in virtual time with a network: the same seed is the same run, and an hour costs only its callbacks.
 
-`SimLoop` is asyncio's own selector loop on a `Network` that lives in memory: transports, servers, streams, happy
-eyeballs and TLS are asyncio's code of the running Python version, and only sockets, name resolution and time are
-replaced. It owns no file descriptor.
+Time, timers and tasks are those of a replay (`gateway.replay.loop`); here they get a network. `SimLoop` is asyncio's own
+selector loop on a `Network` that lives in memory: transports, servers, streams, happy eyeballs and TLS are asyncio's
+code of the running Python version, and only sockets, name resolution and time are replaced. It owns no file descriptor.
 
 Order. The seed permutes what asyncio leaves open (timers due at one instant, readiness of several sockets in one turn,
 arrivals at one instant) and nothing else. Callbacks of `call_soon` keep their order, which is documented and which
@@ -23,52 +23,28 @@ import gc
 import random
 import signal
 import ssl
-import threading
 from asyncio import base_events, selector_events
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
-from contextvars import Context
-from types import FrameType
 from typing import Any, TypeVar, TypeVarTuple
 
-from tests.simulation.agenda import NS, Agenda, Trace, after_ns, instant_ns
+from gateway.replay.loop import VirtualTime
 from tests.simulation.net import Network
 from tests.simulation.poller import Poller
+from tests.simulation.trace import Trace
 
 LIVELOCK_CALLBACKS = 1_000_000
 COLLECT_EVERY_CALLBACKS = 100_000
-COMPACT_ABOVE_TIMERS = 100
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
-
-
-class Deadlock(RuntimeError):
-    """Every task waits, no timer is pending and nothing is on the wire: time can never move again."""
 
 
 class Livelock(RuntimeError):
     """Callbacks go on running at one instant of virtual time."""
 
 
-class Unhandled(RuntimeError):
-    """An exception that nobody awaited: raised by a callback, or left in a task or future that was dropped."""
-
-
-class SimTask(asyncio.Task[Any]):
-    """A task that hashes by its number."""
-
-    def __init__(self, coro: Any, *, number: int, **options: Any) -> None:
-        self._number = number
-        super().__init__(coro, **options)
-
-    def __hash__(self) -> int:
-        return self._number
-
-
-class SimLoop(selector_events.BaseSelectorEventLoop):
+class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
     """See the module header.
 
     rng            seeded; the world draws its own generators from it before the run starts
@@ -77,8 +53,6 @@ class SimLoop(selector_events.BaseSelectorEventLoop):
     after_event    called after each callback: the place for invariants; what it raises ends the run
     """
 
-    _ready: deque[asyncio.Handle]
-    _stopping: bool
     _process_events: Callable[[Any], None]
 
     def __init__(self, seed: int, *, permute: bool = True) -> None:
@@ -89,50 +63,18 @@ class SimLoop(selector_events.BaseSelectorEventLoop):
         self.callbacks = 0
         self.after_event: Callable[[], None] | None = None
         self._poller = Poller(self.network)
-        self._timers: Agenda[asyncio.TimerHandle] = Agenda(random.Random(f"timers {seed}") if permute else None)
-        self._cancelled_timers = 0
         self._callbacks_at_instant = 0
-        self._unhandled: list[dict[str, Any]] = []
         self._signals: dict[int, Callable[[], object]] = {}
-        self._task_count = 0
-        self._thread = threading.get_ident()
-        super().__init__(self._poller)
+        super().__init__(random.Random(f"timers {seed}") if permute else None, self._poller)
 
-    # -- time ---------------------------------------------------------------------------------------------------------
+    @property
+    def now_ns(self) -> int:
+        """The network's clock is the loop's."""
+        return self.network.now_ns
 
-    def time(self) -> float:
-        return self.network.now_ns / NS
-
-    def call_later(
-        self,
-        delay: float,
-        callback: Callable[[*Args], object],
-        *args: *Args,
-        context: Context | None = None,
-    ) -> asyncio.TimerHandle:
-        return self._call_at_ns(self.network.now_ns + after_ns(delay), callback, args, context)
-
-    def call_at(
-        self,
-        when: float,
-        callback: Callable[[*Args], object],
-        *args: *Args,
-        context: Context | None = None,
-    ) -> asyncio.TimerHandle:
-        return self._call_at_ns(instant_ns(when), callback, args, context)
-
-    def _call_at_ns(
-        self, due_ns: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
-    ) -> asyncio.TimerHandle:
-        if self.is_closed():
-            raise RuntimeError("Event loop is closed")
-        timer = asyncio.TimerHandle(due_ns / NS, callback, args, self, context)
-        timer._scheduled = True  # type: ignore[attr-defined]  # makes cancel() report to the loop
-        self._timers.add(due_ns, timer)
-        return timer
-
-    def _timer_handle_cancelled(self, _handle: asyncio.TimerHandle) -> None:
-        self._cancelled_timers += 1
+    @now_ns.setter
+    def now_ns(self, now_ns: int) -> None:
+        self.network.now_ns = now_ns
 
     def _run_once(self) -> None:
         """One turn: wait if nothing is ready, then run what is ready now, each callback followed by the checks."""
@@ -151,36 +93,17 @@ class SimLoop(selector_events.BaseSelectorEventLoop):
         while True:
             self.network.deliver()
             events = self._poller.select()
-            if events or self._ready or self._stopping or self._timer_is_due():
+            timer_ns = self._next_timer_ns()
+            if events or self._ready or self._stopping or (timer_ns is not None and timer_ns <= self.now_ns):
                 return events
-            self._advance()
+            self._advance(timer_ns)
 
-    def _advance(self) -> None:
-        instants = [ns for ns in (self._timers.next_ns, self.network.next_ns) if ns is not None]
+    def _advance(self, timer_ns: int | None) -> None:
+        instants = [ns for ns in (timer_ns, self.network.next_ns) if ns is not None]
         if not instants:
-            raise Deadlock(f"at {self.time():.6f} s every task waits and nothing is due:\n{self._describe_tasks()}")
+            raise self._deadlock()
         self.network.now_ns = min(instants)
         self._callbacks_at_instant = 0
-
-    def _timer_is_due(self) -> bool:
-        while (due_ns := self._timers.next_ns) is not None:
-            if not self._timers.peek().cancelled():
-                return due_ns <= self.network.now_ns
-            self._timers.take()
-            self._cancelled_timers -= 1
-        return False
-
-    def _move_due_timers(self) -> None:
-        while self._timer_is_due():
-            timer = self._timers.take()
-            timer._scheduled = False  # type: ignore[attr-defined]
-            self._ready.append(timer)
-
-    def _compact_timers(self) -> None:
-        """Drop cancelled timers once they are the larger part; constant cost each, as in asyncio."""
-        if self._cancelled_timers > COMPACT_ABOVE_TIMERS and self._cancelled_timers * 2 > len(self._timers):
-            self._timers.keep([entry for entry in self._timers.entries if not entry[3].cancelled()])
-            self._cancelled_timers = 0
 
     def _after_callback(self) -> None:
         self.callbacks += 1
@@ -195,48 +118,7 @@ class SimLoop(selector_events.BaseSelectorEventLoop):
             gc.collect()
         self.raise_unhandled()
 
-    # -- failures -----------------------------------------------------------------------------------------------------
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keep it: raising here would be lost where the caller is a finalizer."""
-        self._unhandled.append(context)
-
-    def raise_unhandled(self) -> None:
-        """Raise Unhandled for what reached the loop since the last call."""
-        if self._unhandled:
-            contexts, self._unhandled = self._unhandled, []
-            told = "; ".join(f"{context['message']}: {context.get('exception')!r}" for context in contexts)
-            raise Unhandled(f"at {self.time():.6f} s {told}") from contexts[0].get("exception")
-
-    def _describe_tasks(self) -> str:
-        waiting = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
-        return "\n".join(f"  {task.get_name()}: {_where(task)}" for task in waiting) or "  (no task)"
-
-    # -- tasks, threads, signals --------------------------------------------------------------------------------------
-
-    def create_task(self, coro: Any, *, name: Any = None, **options: Any) -> asyncio.Task[Any]:
-        self._task_count += 1
-        return SimTask(coro, number=self._task_count, loop=self, name=name or f"Task-{self._task_count}", **options)
-
-    def call_soon_threadsafe(
-        self, callback: Callable[[*Args], object], *args: *Args, context: Context | None = None
-    ) -> asyncio.Handle:
-        if threading.get_ident() != self._thread:
-            raise RuntimeError(f"call from thread {threading.current_thread().name}: a simulation has one thread")
-        return self.call_soon(callback, *args, context=context)
-
-    def run_in_executor(
-        self, executor: Executor | None, func: Callable[[*Args], Result], *args: *Args
-    ) -> asyncio.Future[Result]:
-        """Run it now, in no time; the future is done in the next turn, so that callers always suspend."""
-        future = self.create_future()
-        try:
-            result = func(*args)
-        except Exception as error:
-            self.call_soon(_fail_unless_done, future, error)
-        else:
-            self.call_soon(_finish_unless_done, future, result)
-        return future
+    # -- signals ---------------------------------------------------------------------------------------------------------
 
     def add_signal_handler(self, sig: int, callback: Callable[[*Args], object], *args: *Args) -> None:
         """Remember it for `send_signal`; the process's real signals are not touched."""
@@ -316,9 +198,6 @@ class SimLoop(selector_events.BaseSelectorEventLoop):
     def _close_self_pipe(self) -> None:
         self._timers.clear()
 
-    def _write_to_self(self) -> None:
-        """Nothing sleeps that would have to be woken."""
-
     def __repr__(self) -> str:
         return f"<SimLoop seed={self.seed} t={self.time():.6f}s callbacks={self.callbacks} timers={len(self._timers)}>"
 
@@ -344,26 +223,3 @@ def _steady_garbage() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def _where(task: asyncio.Task[Any]) -> str:
-    """The innermost place at which a task waits."""
-    coro: Any = task.get_coro()
-    frame: FrameType | None = None
-    place = repr(coro)
-    while coro is not None:
-        frame = getattr(coro, "cr_frame", None) or getattr(coro, "ag_frame", None) or getattr(coro, "gi_frame", None)
-        if frame is not None:
-            place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        coro = getattr(coro, "cr_await", None) or getattr(coro, "ag_await", None) or getattr(coro, "gi_yieldfrom", None)
-    return place
-
-
-def _finish_unless_done(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail_unless_done(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

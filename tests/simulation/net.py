@@ -28,8 +28,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulation.agenda import NS, Agenda, Trace, after_ns
+from gateway.replay.agenda import NS, Agenda, after_ns
 from tests.simulation.sockets import Flow, Mark, State, VirtualSocket
+from tests.simulation.trace import Trace
 
 FIRST_FD = 1_000_000
 """Virtual descriptors start here, far above anything a kernel hands out, so that a real one is noticed."""

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, TCPConnector, web
 
-from tests.simulation.loop import Deadlock, SimLoop, Unhandled, run
+from gateway.replay.loop import Deadlock, Unhandled
+from tests.simulation.loop import SimLoop, run
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.loop import Deadlock, SimLoop, run
+from gateway.replay.loop import Deadlock
+from tests.simulation.loop import SimLoop, run
 from tests.simulation.net import Link
 
 SERVER, CLIENT = "server", "client"

@@ -1,4 +1,4 @@
-"""What happens when, in virtual time: an integer clock, a heap of what is due, and a running hash of what was done.
+"""What happens when, in virtual time: an integer clock and a heap of what is due.
 
 Time is an integer number of nanoseconds, so that two instants are equal or they are not. A float would move timers
 that are meant for one instant apart by rounding, and their order would hang on the magnitude of the clock.
@@ -11,7 +11,6 @@ bytes of one connection stay in order.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
 import random
@@ -86,25 +85,3 @@ class Agenda(Generic[Item]):
 
     def __len__(self) -> int:
         return len(self._heap)
-
-
-class Trace:
-    """A running hash over everything that happened: two runs are the same run when their digests are equal."""
-
-    __slots__ = ("_hash", "noted")
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=8)
-        self.noted = 0
-
-    def note(self, now_ns: int, *words: object) -> None:
-        """Fold one event in. `words` must not hold addresses, ids of processes or anything else foreign to the seed."""
-        self.noted += 1
-        self._hash.update(f"{now_ns} {words}\n".encode())
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
-
-    def __repr__(self) -> str:
-        return f"<Trace {self.digest} after {self.noted} events>"
