@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 from types import TracebackType
@@ -59,7 +59,7 @@ from gateway.telemetry import (
 from policies.document import effective
 from policies.limits import FollowingSizing
 from policies.schema import Policy
-from policies.vocabulary import Decision
+from policies.vocabulary import Decision, Outcome
 
 POOL = "default"
 FIRST_POLL_S = 3.0
@@ -83,8 +83,15 @@ class Gateway:
         clock: PoolClock | None = None,
         rng: random.Random | None = None,
         sole: bool | None = None,
+        on_outcome: Callable[[Outcome], None] | None = None,
+        on_decision: Callable[[Decision], None] | None = None,
     ) -> None:
-        """queue: use this one (its owner closes it). sole: nobody else shares the queue; by default when it is embedded."""
+        """Prepare; nothing runs before the context is entered.
+
+        queue                     use this one; its owner closes it
+        sole                      nobody else shares the queue; by default when it is the embedded one
+        on_outcome, on_decision   told of each, synchronously
+        """
         self.settings = settings
         self.public_url = self.admin_url = ""
         self._log = log
@@ -92,6 +99,8 @@ class Gateway:
         self._clock = clock or PoolClock()
         self._rng = rng or random.Random()
         self._sole = sole if sole is not None else queue is None and settings.redis_url is None
+        self._on_outcome = on_outcome
+        self._on_decision = on_decision
         self._stack = AsyncExitStack()
         self._valkey: EmbeddedValkey | None = None
         self._decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
@@ -167,6 +176,7 @@ class Gateway:
             rng=self._rng,
             log=self._log,
             work_ids=session_id,
+            on_outcome=self._on_outcome,
         )
         self.poller = Poller(
             self.roster,
@@ -219,6 +229,9 @@ class Gateway:
             url = self._valkey.url
         queue = RedisQueue(connect(url), pool=POOL, log=self._log, rng=self._rng)
         stack.push_async_callback(queue.close)
+        warning = await queue.eviction_warning()
+        if warning:
+            self._log.warning("queue store may lose entries", reason=warning)
         return queue
 
     async def _listen(self, stack: AsyncExitStack) -> None:
@@ -248,6 +261,8 @@ class Gateway:
     def _decided(self, decision: Decision) -> None:
         self._decisions.append(decision)
         self.telemetry.decision(decision)
+        if self._on_decision is not None:
+            self._on_decision(decision)
 
     def _policy_changed(self, _old: Policy, new: Policy) -> None:
         self.sizing.adopt(new)

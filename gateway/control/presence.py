@@ -42,6 +42,7 @@ class Presence:
         "_rng",
         "_session_until_s",
         "_sole",
+        "_swept_seq",
         "epoch",
         "last_error",
         "round_trip_s",
@@ -76,6 +77,7 @@ class Presence:
         self._session_until_s = self._leader_until_s = -1.0
         self._decide_from_s = 0.0
         self._clock_due_s = 0.0
+        self._swept_seq = 0
 
     def now_ms(self) -> int:
         """The pool clock in Redis's unit."""
@@ -132,7 +134,6 @@ class Presence:
 
     async def _renew_session(self) -> None:
         sent_s = self._clock.now_s()
-        first = self._session_until_s < 0
         valid_for_ms = int(SESSION_VALID_S * 1000)
         alive = await self._queue.renew_session(
             self.session, now_ms=self.now_ms(), valid_for_ms=valid_for_ms, report=self._report()
@@ -144,9 +145,8 @@ class Presence:
                 self.session, now_ms=self.now_ms(), valid_for_ms=valid_for_ms, report=self._report()
             )
         self.round_trip_s = self._clock.now_s() - sent_s
-        lost = self._clock.now_s() >= self._session_until_s
         self._session_until_s = sent_s + SESSION_VALID_S * _SAFETY
-        if not first and (lost or not alive):
+        if not alive:
             self._on_registered()
 
     async def _lead(self) -> None:
@@ -155,11 +155,15 @@ class Presence:
         if record.leader != self.session.id:
             self.epoch = 0
             return
-        if record.fresh_record and not self._sole:
-            self._decide_from_s = sent_s + LEADER_VALID_S
+        if record.epoch != self.epoch:
+            fresh = record.fresh_record and not self._sole
+            self._decide_from_s = sent_s + LEADER_VALID_S if fresh else 0.0
+            self._swept_seq = 0
         self.epoch = record.epoch
         self._leader_until_s = sent_s + LEADER_VALID_S * _SAFETY
-        self._on_expired(await self._queue.expire_sessions(now_ms=self.now_ms()))
+        expired = await self._queue.expire_sessions(now_ms=self.now_ms(), after_seq=self._swept_seq)
+        self._swept_seq = expired.seq
+        self._on_expired(expired)
 
     def __repr__(self) -> str:
         role = f"leads epoch {self.epoch}" if self.leads else "follows"

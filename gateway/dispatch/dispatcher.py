@@ -186,27 +186,30 @@ class Dispatcher:
         if not waiting.works:
             return False
         views = self._roster.views(self._clock.now_s())
-        placements = plan_round(
-            waiting.works, views, self._sizing, policy, now_s, self._rng.random(), tenants=self._tenants
-        )
-        grants = [self._grant(placement, now_s) for placement in placements]
+        fresh = [work for work in waiting.works if (work.id, work.attempt + 1) not in self._uncertain]
+        placements = plan_round(fresh, views, self._sizing, policy, now_s, self._rng.random(), tenants=self._tenants)
+        # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
+        repeated = [
+            grant for work in waiting.works if (grant := self._uncertain.get((work.id, work.attempt + 1))) is not None
+        ]
+        grants = [*repeated, *(self._grant(placement, now_s) for placement in placements)]
         if not grants:
             return False
-        works = {placement.work.id: placement.work for placement in placements}
-        await self._claim(grants, works)
-        return True
+        await self._claim(grants)
+        return bool(placements)
 
-    async def _claim(self, grants: list[Grant], works: Mapping[str, Work]) -> None:
+    async def _claim(self, grants: list[Grant]) -> None:
         """Make grants the works' state. A reply lost twice leaves them reserved until they expire."""
         try:
             answers = await self._claim_once_more(grants)
-        except QueueUnavailable:
+        except BaseException:
             for grant in grants:
                 self._uncertain[grant.work_id, grant.attempt] = grant
             raise
         for grant, claimed in zip(grants, answers, strict=True):
+            self._uncertain.pop((grant.work_id, grant.attempt), None)
             if not claimed or not self._deliver(grant):
-                self.finished(works[grant.work_id], grant, None)
+                self._take_back(grant)
 
     async def _claim_once_more(self, grants: list[Grant]) -> list[bool]:
         try:
@@ -246,9 +249,13 @@ class Dispatcher:
         for key, grant in list(self._uncertain.items()):
             if grant.expires_s < now_s:
                 del self._uncertain[key]
-                entry = self._ledger[grant.engine].entries.get(key)
-                if entry is not None:
-                    self.finished(entry.work, grant, None)
+                self._take_back(grant)
+
+    def _take_back(self, grant: Grant) -> None:
+        """Free the place of a grant that nobody will use."""
+        entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
+        if entry is not None:
+            self.finished(entry.work, grant, None)
 
     def settle_uncertain(self, grant: Grant) -> bool:
         """An owner found a grant whose claim's reply was lost: True when its place is still reserved."""

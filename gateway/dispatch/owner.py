@@ -47,6 +47,7 @@ class Owner:
         "_grants_seen",
         "_presence",
         "_queue",
+        "_rebuild",
         "_settle",
         "_settle_soon",
         "_waiting",
@@ -63,6 +64,7 @@ class Owner:
         self._settle: dict[str, int] = {}
         self._settle_soon = asyncio.Event()
         self._grants_seen = 0
+        self._rebuild = False
 
     def serve(self, dispatcher: Dispatcher) -> None:
         """The dispatcher in this process (set once, at composition: each knows the other)."""
@@ -122,11 +124,9 @@ class Owner:
         return True
 
     def registered(self) -> None:
-        """Our session is a new one: whatever the old one had written is gone or will be swept; write it again."""
-        self._entries.clear()
-        self._settle.clear()
+        """Our session is a new one: the store has swept or forgotten what the old one wrote; write it again."""
         self._grants_seen = 0
-        self._settle_soon.set()
+        self._rebuild = True
 
     async def run(self) -> None:
         """Remove what ended and rebuild what was lost, until cancelled."""
@@ -161,6 +161,9 @@ class Owner:
         if answer is Enqueued.FULL:
             del self._entries[work.id]
             raise QueueFull(work.class_name)
+        if answer is Enqueued.TAKEN:
+            del self._entries[work.id]
+            raise QueueUnavailable(f"work {work.id}: another session holds it; it will be swept, try again")
 
     def _forget(self, work_id: str) -> None:
         attempt = self._entries.pop(work_id, None)
@@ -214,19 +217,19 @@ class Owner:
             expired.append(replace(waiter.work, attempt=grant.attempt - 1))
         if expired:
             await self._queue.requeue_many(expired, session=session, now_ms=self._presence.now_ms())
-        old = [
-            one.work
-            for one in self._waiting.values()
-            if not one.granted.done() and now_s - one.work.accepted_s > RECONCILE_S
-        ]
-        if len(old) > dispatcher.depth_seen:
-            await self._write_again(old)
+        waiting = [one.work for one in self._waiting.values() if not one.granted.done()]
+        old = [work for work in waiting if now_s - work.accepted_s > RECONCILE_S]
+        if self._rebuild or len(old) > dispatcher.depth_seen:
+            await self._write_again(waiting if self._rebuild else old)
+            self._rebuild = False
 
-    async def _write_again(self, old: Sequence[Work]) -> None:
+    async def _write_again(self, works: Sequence[Work]) -> None:
         """Enqueue is idempotent: works that the store still has answer QUEUED and change nothing."""
-        for start in range(0, len(old), SETTLE_BATCH):
-            batch = old[start : start + SETTLE_BATCH]
+        for start in range(0, len(works), SETTLE_BATCH):
+            batch = [work for work in works[start : start + SETTLE_BATCH] if work.id in self._waiting]
             unbounded = {work.class_name: _NO_BOUND for work in batch}
+            for work in batch:
+                self._entries.setdefault(work.id, work.attempt)
             await self._queue.enqueue_many(
                 batch, session=self._presence.session, max_queue=unbounded, now_ms=self._presence.now_ms()
             )

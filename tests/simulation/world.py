@@ -367,8 +367,7 @@ class EngineHost:
     @property
     def running(self) -> int:
         """Requests that the engine works on."""
-        service = None if self._server is None else self._server._service
-        return 0 if service is None else service.stats.in_flight
+        return 0 if self._server is None else self._server.in_flight
 
     async def start(self) -> None:
         loop = self._world.loop
