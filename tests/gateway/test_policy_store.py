@@ -1,6 +1,6 @@
 """The policy in force: edits are seen however they are made, wrong ones change nothing, starts refuse them."""
 
-# ruff: noqa: ASYNC240 - a test writes its own small files where it stands
+
 
 from __future__ import annotations
 

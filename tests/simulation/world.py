@@ -177,7 +177,7 @@ class World:
         """Give what is being tidied up a bounded time, then insist."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                while any(self._leftovers().values()):  # noqa: ASYNC110 - virtual time: nobody is kept waiting
+                while any(self._leftovers().values()):
                     await asyncio.sleep(0.5)
         self.invariants.over(self._leftovers())
 

@@ -170,7 +170,7 @@ async def test_info_and_metrics_tell_limits_and_use() -> None:
         async with client.get("/metrics") as reply:
             idle = await reply.text()
         asking = asyncio.ensure_future(client.post("/generate_stream", json=ask(max_new_tokens=300, stop=[])))
-        while not server.engine.totals.steps:  # noqa: ASYNC110 - the engine sets no event for tests
+        while not server.engine.totals.steps:
             await asyncio.sleep(0)
         async with client.get("/metrics") as reply:
             busy = await reply.text()

@@ -70,7 +70,7 @@ async def metric(client: aiohttp.ClientSession, name: str) -> float:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until a condition holds; the test's own time-out bounds it."""
-    while not condition():  # noqa: ASYNC110 - the engine sets no event for tests
+    while not condition():
         await asyncio.sleep(0)
 
 

@@ -150,7 +150,7 @@ class RawClient:
 async def until(condition: Callable[[], object]) -> None:
     """Let the loop turn until the condition holds. Fails after WAIT_S."""
     async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - what is awaited happens in sockets, which set no event
+        while not condition():
             await asyncio.sleep(0.001)
 
 
