@@ -38,7 +38,7 @@ async def serving(*args: str, folder: Path) -> AsyncIterator[tuple[Process, str]
         yield process, found[1].decode()
     finally:
         if process.returncode is None:
-            process.kill()
+            process.terminate()  # not killed: its private Valkey would be left for a successor to adopt
         await process.communicate()
 
 
