@@ -67,7 +67,7 @@ def render_body(refusal: Refusal, dialect: Dialect) -> bytes:
     if dialect is Dialect.MESSAGES:
         return orjson.dumps({"type": "error", "error": {"type": refusal.type, "message": refusal.message}})
     if dialect is Dialect.TGI:
-        return orjson.dumps({"error": refusal.message, "error_type": refusal.reason or refusal.type})
+        return orjson.dumps({"error": refusal.message, "error_type": _tgi_type(refusal)})
     return orjson.dumps({"error": error_object(refusal)})
 
 
@@ -92,7 +92,25 @@ def render_event(refusal: Refusal, dialect: Dialect, *, sequence_number: int = 0
         inner = {"type": refusal.type, "message": refusal.message, "status": refusal.status, **hint}
         return b"event: error\ndata: " + orjson.dumps({"type": "error", "error": inner}) + b"\n\n"
     if dialect is Dialect.TGI:
-        flat = {"error": refusal.message, "error_type": refusal.reason or refusal.type, "status": refusal.status}
-        return b"data:" + orjson.dumps({**flat, **hint}) + b"\n\n"
+        flat = {"error": refusal.message, "error_type": _tgi_type(refusal), "status": refusal.status}
+        return b"data: " + orjson.dumps({**flat, **hint}) + b"\n\n"
     inner = {**error_object(refusal), "status": refusal.status, **hint}
     return b"data: " + orjson.dumps({"error": inner}) + b"\n\n"
+
+
+_TGI_TYPES = frozenset(
+    {"generation", "incomplete_generation", "overloaded", "validation", "template_error", "tool_error"}
+)
+_TGI_TYPE_OF_STATUS = {400: "validation", 413: "validation", 422: "validation", 429: "overloaded", 503: "overloaded"}
+
+
+def _tgi_type(refusal: Refusal) -> str:
+    """The error_type by which TGI's clients choose their exception: the engine's own word, else that of the status.
+
+    Where TGI has no word (a key, a path, a model), ours says more than a wrong one of theirs.
+    """
+    if refusal.type in _TGI_TYPES:
+        return refusal.type
+    if refusal.status >= 500 and refusal.status != 503:
+        return "generation"
+    return _TGI_TYPE_OF_STATUS.get(refusal.status) or refusal.reason or refusal.type

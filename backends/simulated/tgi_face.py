@@ -455,9 +455,9 @@ def _usage(asked: CompletionRequest, choices: Iterable[Choice]) -> dict[str, int
 
 
 def _event(value: dict[str, object] | str) -> bytes:
-    """One event as axum writes it, without a space after the colon."""
+    """One event as axum 0.7 writes it; a TGI on axum 0.6 has no space after the colon."""
     data = value.encode() if isinstance(value, str) else orjson.dumps(value)
-    return b"data:" + data + b"\n\n"
+    return b"data: " + data + b"\n\n"
 
 
 def _json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -33,7 +33,7 @@ def ask(inputs: str = "tell me about water", **parameters: Any) -> Json:
 
 def events_of(raw: bytes) -> list[Json]:
     pieces = [piece for piece in raw.decode().split("\n\n") if piece and not piece.startswith(":")]
-    return [json.loads(piece.removeprefix("data:")) for piece in pieces if piece != "data:[DONE]"]
+    return [json.loads(piece.removeprefix("data: ")) for piece in pieces if piece != "data: [DONE]"]
 
 
 async def test_generate_answers_with_text_details_and_timing_headers() -> None:
@@ -122,7 +122,7 @@ async def test_beyond_its_permits_it_is_overloaded_in_three_shapes() -> None:
     assert (whole.status, answer) == (429, {"error": "Model is overloaded", "error_type": "overloaded"})
     assert events == [answer]
     assert events_of(raw) == [{"error": {"message": "Model is overloaded", "http_status_code": 422}}]
-    assert raw.endswith(b"data:[DONE]\n\n")
+    assert raw.endswith(b"data: [DONE]\n\n")
 
 
 async def test_chat_streams_chunks_with_empty_ids_and_usage_when_asked_for() -> None:
@@ -137,7 +137,7 @@ async def test_chat_streams_chunks_with_empty_ids_and_usage_when_asked_for() -> 
         raw = await reply.read()
 
     events = events_of(raw)
-    assert raw.endswith(b"data:[DONE]\n\n")
+    assert raw.endswith(b"data: [DONE]\n\n")
     assert {event["id"] for event in events} == {""}
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
     assert events[-1]["usage"]["completion_tokens"] == 9

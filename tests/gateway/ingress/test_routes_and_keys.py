@@ -183,7 +183,7 @@ async def test_without_a_default_a_missing_model_is_a_400_in_the_dialect(start: 
     tgi = await ask(stand.port, "POST", "/generate", b'{"inputs":"x"}')
     messages = await ask(stand.port, "POST", "/v1/messages", b'{"messages":[]}')
 
-    assert (tgi.status, tgi.json()["error_type"]) == (400, "invalid_model")
+    assert (tgi.status, tgi.json()["error_type"]) == (400, "validation")
     assert (messages.status, messages.json()["type"]) == (400, "error")
 
 
