@@ -136,6 +136,9 @@ class Signal(StrEnum):
     PREFIX_QUERIES_TOTAL = "prefix_queries_total"
     PREFIX_HITS_TOTAL = "prefix_hits_total"
     START_TIME_S = "start_time_s"
+    GPU_BUSY_FRACTION = "gpu_busy_fraction"
+    GPU_POWER_FRACTION = "gpu_power_fraction"
+    GPU_HEAT_MARGIN_C = "gpu_heat_margin_c"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ successor leader does not start from nothing. It awaits nothing and reads no clo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from policies.vocabulary import EngineView, Outcome, Verdict, Work
@@ -35,9 +35,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A poll of an engine arrived and the view was rebuilt from it."""
+    """The control tick: the engine's view as of its last poll. `queued` is works waiting in our queue, by class."""
 
     view: EngineView
+    queued: Mapping[str, int] = field(default_factory=dict)
 
 
 SizingEvent = FirstToken | Finished | Sampled

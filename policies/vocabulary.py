@@ -113,6 +113,8 @@ class EngineView:
     kv_tokens        prompt + generated tokens of our works in flight, in whole blocks
     prefill_tokens   prompt tokens of our works that have shown no first token yet
     last_grant_s     pool time of the latest grant; -inf when never
+    gpu_busy_fraction, gpu_power_fraction   of the time, and of the power limit, of the busiest and hungriest GPU
+    gpu_heat_margin_c                       degrees that the hottest GPU is below the temperature at which it slows down
     speaks           whether the engine serves a path natively; an engine gets only works whose path it speaks
     """
 
@@ -129,6 +131,9 @@ class EngineView:
     waiting: Reading = UNKNOWN
     seats: Reading = UNKNOWN
     max_model_len: Reading = UNKNOWN
+    gpu_busy_fraction: Reading = UNKNOWN
+    gpu_power_fraction: Reading = UNKNOWN
+    gpu_heat_margin_c: Reading = UNKNOWN
     speaks: Callable[[str], bool] = field(default=_any_path, compare=False, repr=False)
 
     @property

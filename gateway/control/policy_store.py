@@ -40,8 +40,16 @@ class PolicyStore:
     failed          the newest content was refused or could not be read; the gauge of that name
     """
 
-    def __init__(self, path: Path | None, *, log: Log, clock: Clock, engines: Collection[str] | None = None) -> None:
-        """Read the policy, or take the preset `balanced` without a path.
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        log: Log,
+        clock: Clock,
+        engines: Collection[str] | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        """Read the policy; without a path take the one given, or the preset `balanced`.
 
         engines   names of the configured engines, so that windows for an unknown one are refused; None: not checked
         Raises DocumentError: with a wrong or unreadable file there is nothing to start with.
@@ -54,7 +62,7 @@ class PolicyStore:
         self._good = b"" if path is None else _read(path)
         self._judged: bytes | None = self._good
         self._changed: bytes | None = None
-        self.current = presets.load() if path is None else self._parse(self._good)
+        self.current = (policy or presets.load()) if path is None else self._parse(self._good)
         self.generation = 1
         self.last_success_s = clock.pool_s()
         self.problems: tuple[Problem, ...] = ()

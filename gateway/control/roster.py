@@ -109,6 +109,9 @@ class Engine:
             waiting=self._reading(Signal.WAITING, now_s),
             seats=self._reading(Signal.SEATS, now_s),
             max_model_len=self._max_model_len(),
+            gpu_busy_fraction=self._reading(Signal.GPU_BUSY_FRACTION, now_s),
+            gpu_power_fraction=self._reading(Signal.GPU_POWER_FRACTION, now_s),
+            gpu_heat_margin_c=self._reading(Signal.GPU_HEAT_MARGIN_C, now_s),
             speaks=_nothing if self.backend is None else self.backend.speaks,
         )
 

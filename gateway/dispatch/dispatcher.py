@@ -239,8 +239,9 @@ class Dispatcher:
             await asyncio.sleep(TICK_S * self._rng.uniform(0.9, 1.0))
             self._ledger.refresh()
             now_s = self._clock.pool_s()
+            queued = self.depths()
             for view in self._roster.views(self._clock.now_s()):
-                self._sizing.on_event(Sampled(view), now_s)
+                self._sizing.on_event(Sampled(view, queued), now_s)
             self._drop_uncertain(now_s)
             self.wake_if_waiting()
 

@@ -1,0 +1,126 @@
+"""What the rows of a replay come to: attainment, goodput, first tokens, bulk, fairness, energy.
+
+Every figure can be computed again from the rows file and the policy, but for those of the engines (preemptions, energy)
+and of this machine (decision times). A request that was refused, failed or came late is a miss; attainment counts all
+requests of classes with a TTFT objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from gateway.replay.rows import COMPLETED, Row
+from gateway.replay.world import Played
+from policies.schema import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """See the module header. None: there was nothing to measure it by.
+
+    goodput_rps          requests with an objective, completed inside it, per second
+    bulk_tokens_per_s    prompt and output tokens served to classes without an objective
+    joules_per_token     over all served tokens; None where a profile has no power curve
+    jain                 Jain's index over the tenants of classes without an objective; 1 is even
+    window_oscillation   95th less 5th percentile of the bulk window over its mean, in the second half of the run
+    """
+
+    attainment: float | None
+    goodput_rps: float
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    ttft_p99_s: float | None
+    tpot_p99_s: float | None
+    bulk_tokens_per_s: float
+    preemptions: int
+    recomputed_tokens: int
+    aborted_tokens: int
+    joules_per_token: float | None
+    jain: float | None
+    window_oscillation: float | None
+    decision_p50_us: float | None
+    decision_p99_us: float | None
+
+    def plain(self) -> dict[str, float | None]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def figures(played: Played, policy: Policy, *, duration_s: float) -> Figures:
+    """The figures of one run of duration_s."""
+    urgent = [row for row in played.rows if policy.class_policy(row.class_name).has_ttft_objective]
+    patient = [row for row in played.rows if not policy.class_policy(row.class_name).has_ttft_objective]
+    met = sum(met_objective(row, policy) for row in urgent)
+    ttft_s = sorted(row.ttft_s for row in urgent or patient if row.ttft_s is not None)
+    tpot_s = sorted(one for row in urgent or patient if (one := tpot(row)) is not None)
+    tokens = sum(row.served_tokens for row in played.rows)
+    decision_s = sorted(played.decision_s)
+    return Figures(
+        attainment=met / len(urgent) if urgent else None,
+        goodput_rps=met / duration_s,
+        ttft_p50_s=quantile(ttft_s, 0.5),
+        ttft_p95_s=quantile(ttft_s, 0.95),
+        ttft_p99_s=quantile(ttft_s, 0.99),
+        tpot_p99_s=quantile(tpot_s, 0.99),
+        bulk_tokens_per_s=sum(row.served_tokens for row in patient) / duration_s,
+        preemptions=played.preemptions,
+        recomputed_tokens=played.recomputed_tokens,
+        aborted_tokens=sum(row.wasted_tokens for row in played.rows),
+        joules_per_token=None if played.energy_j is None or not tokens else played.energy_j / tokens,
+        jain=jain(by_tenant(patient)),
+        window_oscillation=_oscillation(played, policy),
+        decision_p50_us=_micros(quantile(decision_s, 0.5)),
+        decision_p99_us=_micros(quantile(decision_s, 0.99)),
+    )
+
+
+def met_objective(row: Row, policy: Policy) -> bool:
+    """Completed, with its first token inside its class's objective."""
+    objective_s = policy.class_policy(row.class_name).ttft_objective_s(row.prompt_tokens)
+    in_time = objective_s is not None and row.ttft_s is not None and row.ttft_s <= objective_s
+    return row.outcome == COMPLETED and in_time
+
+
+def tpot(row: Row) -> float | None:
+    """Mean gap between the tokens of a completed answer; None for one of a single token."""
+    if row.outcome != COMPLETED or row.first_token_s is None or row.output_tokens < 2:
+        return None
+    return (row.end_s - row.first_token_s) / (row.output_tokens - 1)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the sorted values do not exceed; None of none."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def by_tenant(rows: Sequence[Row]) -> Mapping[str, int]:
+    """Served tokens."""
+    served: dict[str, int] = {}
+    for row in rows:
+        served[row.tenant] = served.get(row.tenant, 0) + row.served_tokens
+    return served
+
+
+def jain(served: Mapping[str, float]) -> float | None:
+    """(sum x)^2 / (n · sum x^2); None of nobody, or where nobody was served."""
+    squares = sum(one * one for one in served.values())
+    return sum(served.values()) ** 2 / (len(served) * squares) if squares else None
+
+
+def _oscillation(played: Played, policy: Policy) -> float | None:
+    names = [name for name, one in policy.classes.items() if not one.has_ttft_objective]
+    windows = sorted(
+        float(window)
+        for seen in played.seen
+        if played.end_s / 2 <= seen.at_s <= played.end_s
+        for name in names
+        if (window := seen.windows.get(name)) is not None
+    )
+    low, high = quantile(windows, 0.05), quantile(windows, 0.95)
+    return None if low is None or high is None else (high - low) / (sum(windows) / len(windows))
+
+
+def _micros(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e6

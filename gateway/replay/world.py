@@ -1,0 +1,646 @@
+"""A replay: one gateway without its network, before virtual engines, in virtual time.
+
+What runs is what `serve` runs: dispatcher, ledger, owner, presence, poller, the queue (its verified fake in memory) and
+the policies. Left out are sockets, bodies and the relay; in their place the world takes requests from a trace, and hands
+granted works to `EngineHost`s. As in `gateway.dispatch.service`, a work is classified, admitted or shed, started at
+once or queued, tried on another engine when one has died, and ends with exactly one `Outcome` and one `Row`.
+
+Two kinds of traffic: requests at the times of a trace, and a backlog, of which WAITING works are always in the queue
+until the run is over. With a backlog the run ends after `duration_s`: what is left of the backlog is aborted, and counted
+with what it had been served by then; the requests of the trace are all waited for.
+
+Nobody decides with knowledge that a gateway cannot have, with one exception that says so by its name: `privileged` makes
+a sizing policy from the world itself, for the clairvoyant bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from backends.base import Backend
+from backends.simulated import sequence as simulated
+from gateway.clock import PoolClock
+from gateway.control.policy_store import PolicyStore
+from gateway.control.poller import Poller
+from gateway.control.presence import Presence
+from gateway.control.roster import Engine, Roster
+from gateway.dispatch.dispatcher import LOOK_AHEAD_OTHER, Dispatcher
+from gateway.dispatch.flow import Flow
+from gateway.dispatch.ledger import Ledger
+from gateway.dispatch.owner import Owner, QueueFull
+from gateway.dispatch.service import MAX_ATTEMPTS
+from gateway.exchange import Facts
+from gateway.logs import Log
+from gateway.queue.base import Expired
+from gateway.queue.batcher import Batcher
+from gateway.queue.memory_queue import MemoryQueue
+from gateway.replay.host import MODEL, Attempt, EngineHost, EngineSpec
+from gateway.replay.loop import VirtualLoop, run
+from gateway.replay.rows import UNFINISHED, Row
+from gateway.replay.trace import Request
+from gateway.settings import EngineSettings
+from policies.admission import admit
+from policies.classify import Caller, classify
+from policies.limits import FollowingSizing
+from policies.schema import Policy
+from policies.sizing import SizingPolicy
+from policies.vocabulary import Decision, EngineState, Grant, Outcome, Result, Work
+
+ORIGIN_S = 3.0
+"""Loop time at which the trace begins: presence, leadership and polls have settled."""
+POLL_S = 0.5
+PATH = "/v1/completions"
+WAITING = LOOK_AHEAD_OTHER
+"""Backlog works kept in the queue: a dispatcher never sees more of them at once."""
+WATCH_S = 1.0
+SETTLE_S = 300.0
+"""How long after the end of a backlog the requests of the trace are waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Work that is always there. lengths are (prompt, output) tokens, taken in turn for ever."""
+
+    lengths: Sequence[tuple[int, int]]
+    class_name: str = "bulk"
+    tenants: tuple[str, ...] = ("bulk",)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One engine at one moment, for pictures. queued is by class, over the whole pool."""
+
+    at_s: float
+    engine: str
+    running: int
+    waiting: int
+    kv_used_fraction: float
+    in_flight: Mapping[str, int]
+    windows: Mapping[str, int | None]
+    queued: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is replayed.
+
+    requests     by arrival
+    duration_s   needed with a backlog; without one the run ends when every request has
+    sizing       in place of the policy's own
+    privileged   likewise, and knows the world: for bounds, not for policies
+    front        a balancer in front of the pool that ties each work to an engine: names of those up, and outstanding
+                 works by engine -> name; None: the gateway places
+    foreign      requests that reach an engine past the gateway: (engine, request)
+    replicas     gateways that share the queue; requests reach them in turn
+    on_decision  told of each decision, synchronously
+    on_time      told the replay's time once a second
+    """
+
+    engines: tuple[EngineSpec, ...]
+    policy: Policy
+    requests: Sequence[Request]
+    backlog: Backlog | None = None
+    duration_s: float | None = None
+    seed: int = 1
+    sizing: Callable[[Policy], SizingPolicy] | None = None
+    privileged: Callable[[World], SizingPolicy] | None = None
+    front: Callable[[Sequence[str], Mapping[str, int]], str] | None = None
+    foreign: Sequence[tuple[str, Request]] = ()
+    replicas: int = 1
+    on_decision: Callable[[Decision], None] | None = None
+    on_time: Callable[[float], None] | None = None
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of a replay. decision_s are seconds of real time, the one thing here that differs between runs."""
+
+    rows: list[Row] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    decision_s: list[float] = field(default_factory=list)
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    energy_j: float | None = 0.0
+    end_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Course:
+    """One request on its way. `attempt` while it runs; wasted_tokens were made by attempts that failed."""
+
+    request: Request
+    work: Work
+    replica: Replica
+    attempts: int = 0
+    granted_s: float | None = None
+    attempt: Attempt | None = None
+    grant: Grant | None = None
+    first_token_s: float | None = None
+    wasted_tokens: int = 0
+
+
+class World:
+    """See the module header. One run."""
+
+    def __init__(self, plan: Plan, loop: VirtualLoop, log: Log) -> None:
+        self.plan = plan
+        self.loop = loop
+        self.result = Played()
+        self.courses: dict[str, Course] = {}
+        self.hosts = {spec.name: EngineHost(spec, loop, origin_s=ORIGIN_S) for spec in plan.engines}
+        self.next_request = 0
+        self._rng = random.Random(f"replay {plan.seed}")
+        self._queue = MemoryQueue(lambda: int(loop.time() * 1000))
+        self._numbers = itertools.count(1)
+        self._open_requests = len(plan.requests)
+        self._arrivals_over = not plan.requests
+        self._backlog_open = plan.backlog is not None
+        self._backlog_number = itertools.count()
+        self._over = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+        self.replicas = [Replica(self, number, log) for number in range(plan.replicas)]
+
+    @property
+    def now_s(self) -> float:
+        """The replay's clock: 0 when the trace begins."""
+        return self.loop.time() - ORIGIN_S
+
+    async def run(self) -> Played:
+        """Play it all."""
+        async with asyncio.TaskGroup() as background, self._tasks:
+            for replica in self.replicas:
+                await replica.start(background)
+            await asyncio.sleep(ORIGIN_S - self.loop.time())
+            self._set_stage()
+            if self.plan.backlog is not None:
+                for _ in range(WAITING):
+                    self._add_to_backlog()
+            self._next_arrival()
+            self._watch()
+            await self._until_over()
+            for replica in self.replicas:
+                replica.stop()
+        self._sum_up()
+        return self.result
+
+    # -- what happens when ---------------------------------------------------------------------------------------------
+
+    def _set_stage(self) -> None:
+        for host in self.hosts.values():
+            spec = host.spec
+            if spec.interrupted_at_s is not None:
+                self._at(max(0.0, spec.interrupted_at_s - spec.notice_s), self._notice, spec.name)
+                self._at(spec.interrupted_at_s, host.kill)
+            if spec.killed_at_s is not None:
+                self._at(spec.killed_at_s, host.kill)
+                self._at(spec.killed_at_s + spec.down_s, host.start)
+        for number, (engine, request) in enumerate(self.plan.foreign):
+            self._at(request.arrival_s, self._foreign, engine, request, number)
+
+    def _at(self, at_s: float, callback: Callable[..., object], *args: object) -> None:
+        self.loop.call_at(ORIGIN_S + at_s, callback, *args)
+
+    def _notice(self, engine: str) -> None:
+        """The cloud has said that it will take the machine: nothing new goes there."""
+        for replica in self.replicas:
+            replica.roster[engine].draining = True
+            replica.roster[engine].state = EngineState.DRAINING
+
+    def _foreign(self, engine: str, request: Request, number: int) -> None:
+        self.hosts[engine].send(_sequence(f"foreign-{number}", request), _ignore, _ignore)
+
+    def _next_arrival(self) -> None:
+        if self.next_request < len(self.plan.requests):
+            self._at(self.plan.requests[self.next_request].arrival_s, self._arrive)
+
+    def _arrive(self) -> None:
+        """Let in every request that is due now, and come back for the next."""
+        requests, now_s = self.plan.requests, self.now_s
+        while self.next_request < len(requests) and requests[self.next_request].arrival_s <= now_s + 1e-9:
+            request = requests[self.next_request]
+            self.next_request += 1
+            self._accept(request)
+        self._next_arrival()
+
+    def _watch(self) -> None:
+        for host in self.hosts.values():
+            host.catch_up()
+            self.result.seen.append(self._seen(host))
+        if self.plan.on_time is not None:
+            self.plan.on_time(self.now_s)
+        self.loop.call_later(WATCH_S, self._watch)
+
+    def _seen(self, host: EngineHost) -> Seen:
+        first, scheduler = self.replicas[0], host.scheduler
+        view = first.roster[host.name].view(self.loop.time())
+        return Seen(
+            at_s=self.now_s,
+            engine=host.name,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            kv_used_fraction=scheduler.kv_used_fraction,
+            in_flight=dict(view.in_flight),
+            windows={name: first.sizing.window(view, name).requests for name in self.plan.policy.classes},
+            queued=first.dispatcher.depths(),
+        )
+
+    async def _until_over(self) -> None:
+        if self.plan.backlog is not None:
+            assert self.plan.duration_s is not None, "a backlog never ends: give the plan a duration_s"
+            await asyncio.sleep(self.plan.duration_s - self.now_s)
+            self._close_backlog()
+        if self._open_requests:
+            if self.plan.backlog is None:
+                await self._over.wait()
+            else:
+                await asyncio.wait_for(self._over.wait(), SETTLE_S)
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    def _accept(self, request: Request) -> None:
+        """Classify, admit or shed, start or queue."""
+        number = next(self._numbers)
+        replica = self.replicas[number % len(self.replicas)]
+        course = Course(request, self._work(request, number, replica), replica)
+        policy, name = self.plan.policy, course.work.class_name
+        self.courses[course.work.id] = course
+        refused = admit(
+            name,
+            depth=replica.dispatcher.depth(name),
+            policy=policy,
+            served_per_s=replica.flow.per_s(name, self.loop.time()),
+            draw=self._rng.random(),
+        )
+        if refused is not None:
+            self._settle(course, Result.SHED, refused.reason)
+            return
+        self._start_or_queue(course)
+
+    def _work(self, request: Request, number: int, replica: Replica) -> Work:
+        accepted_s, policy = replica.clock.pool_s(), self.plan.policy
+        class_name = request.class_name
+        if not class_name:
+            facts = Facts(model=MODEL, stream=True, prompt_tokens=request.prompt_tokens)
+            caller = Caller(tenant=request.tenant, path=PATH)
+            class_name = classify(facts, headers={}, caller=caller, policy=policy, accepted_s=accepted_s).class_name
+        objective_s = policy.class_policy(class_name).ttft_objective_s(request.prompt_tokens)
+        deadline_s = None if objective_s is None else accepted_s + objective_s
+        return Work(
+            id=f"w{number:x}",
+            class_name=class_name,
+            tenant=request.tenant,
+            model=MODEL,
+            path=PATH,
+            accepted_s=accepted_s,
+            rank=accepted_s if deadline_s is None else deadline_s,
+            prompt_tokens=request.prompt_tokens,
+            deadline_s=deadline_s,
+        )
+
+    def _start_or_queue(self, course: Course) -> None:
+        course.work = self._placed_in_front(course.work)
+        grant = course.replica.owner.start_now(course.work)
+        if grant is None:
+            self._tasks.create_task(self._queued(course))
+        else:
+            self._send(course, grant)
+
+    def _placed_in_front(self, work: Work) -> Work:
+        if self.plan.front is None:
+            return work
+        up = [name for name, host in self.hosts.items() if host.up]
+        outstanding = {name: len(self.hosts[name]._attempts) for name in up}
+        return replace(work, pinned_engine=self.plan.front(up, outstanding)) if up else work
+
+    async def _queued(self, course: Course) -> None:
+        policy = self.plan.policy
+        max_wait_s = policy.class_policy(course.work.class_name).max_wait_s
+        left_s = course.work.accepted_s + max_wait_s - course.replica.clock.pool_s()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                grant = await course.replica.owner.wait(
+                    course.work, {name: one.max_queue for name, one in policy.classes.items()}
+                )
+        except QueueFull:
+            self._settle(course, Result.SHED, "queue_full")
+        except TimeoutError:
+            self._settle(course, Result.SHED, "wait_too_long")
+        else:
+            self._send(course, grant)
+
+    def _send(self, course: Course, grant: Grant) -> None:
+        now_s = self.loop.time()
+        course.grant = grant
+        course.attempts += 1
+        if course.granted_s is None:
+            course.granted_s = now_s
+        course.replica.flow.left(course.work.class_name, now_s)
+
+        def on_first_token(attempt: Attempt) -> None:
+            at_s = self.loop.time()
+            course.first_token_s = at_s
+            course.replica.dispatcher.first_token(course.work, grant, at_s - attempt.sent_s)
+
+        def on_end(attempt: Attempt, finished: bool) -> None:
+            self._ended(course, attempt, finished=finished)
+
+        try:
+            course.attempt = self.hosts[grant.engine].send(
+                _sequence(course.work.id, course.request, int(course.request.class_name == self._backlog_class)),
+                on_first_token,
+                on_end,
+            )
+        except ValueError:
+            self._settle(course, Result.CLIENT_ERROR, "too_long")
+            return
+        course.replica.dispatcher.attach(grant, course.attempt)
+
+    @property
+    def _backlog_class(self) -> str | None:
+        return None if self.plan.backlog is None else self.plan.backlog.class_name
+
+    def _ended(self, course: Course, attempt: Attempt, *, finished: bool) -> None:
+        grant = course.grant
+        assert grant is not None
+        if finished:
+            course.replica.roster[grant.engine].served(self.loop.time())
+            self._settle(course, Result.COMPLETED, "")
+            return
+        replica = course.replica
+        replica.roster[grant.engine].refused("connection refused")
+        again = replace(
+            course.work, attempt=course.work.attempt + 1, avoid=course.work.avoid | {grant.engine}, pinned_engine=None
+        )
+        told = attempt.sequence.generated_tokens > 0 and course.request.class_name != self._backlog_class
+        if told or course.attempts >= MAX_ATTEMPTS or not self._somebody_serves(again):
+            self._settle(course, Result.ENGINE_FAILED, "engine_died")
+            return
+        course.wasted_tokens += attempt.sequence.generated_tokens
+        replica.owner.finished(course.work, grant, None)
+        course.work, course.grant, course.attempt, course.first_token_s = again, None, None, None
+        self._start_or_queue(course)
+
+    def _somebody_serves(self, work: Work) -> bool:
+        return any(host.up and name not in work.avoid for name, host in self.hosts.items())
+
+    def _settle(self, course: Course, result: Result, reason: str) -> None:
+        """The work's one outcome and row."""
+        now_s, work, grant, attempt = self.loop.time(), course.work, course.grant, course.attempt
+        accepted_s = course.request.arrival_s + ORIGIN_S
+        output_tokens = 0 if attempt is None else attempt.sequence.generated_tokens
+        first_s = course.first_token_s
+        outcome = Outcome(
+            work_id=work.id,
+            class_name=work.class_name,
+            tenant=work.tenant,
+            model=MODEL,
+            engine="" if grant is None else grant.engine,
+            result=result,
+            reason=reason,
+            status=_STATUS.get(result, 503),
+            attempts=course.attempts,
+            prompt_tokens=work.prompt_tokens,
+            output_tokens=output_tokens,
+            total_s=now_s - accepted_s,
+            queued_s=None if course.granted_s is None else course.granted_s - accepted_s,
+            ttft_s=None if first_s is None else first_s - accepted_s,
+            engine_ttft_s=None if first_s is None or attempt is None else first_s - attempt.sent_s,
+        )
+        if grant is not None:
+            course.replica.owner.finished(work, grant, outcome)
+        else:
+            course.replica.owner.ended(work)
+        self._record(course, str(result), output_tokens)
+        del self.courses[work.id]
+        if course.request.class_name == self._backlog_class:
+            return
+        self._open_requests -= 1
+        if not self._open_requests:
+            self._over.set()
+
+    def _record(self, course: Course, outcome: str, output_tokens: int) -> None:
+        request, attempt = course.request, course.attempt
+        self.result.rows.append(
+            Row(
+                arrival_s=request.arrival_s,
+                class_name=course.work.class_name,
+                tenant=request.tenant,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=output_tokens,
+                engine="" if course.grant is None else course.grant.engine,
+                sent_s=None if attempt is None else attempt.sent_s - ORIGIN_S,
+                first_token_s=None if course.first_token_s is None else course.first_token_s - ORIGIN_S,
+                end_s=self.now_s,
+                outcome=outcome,
+                wasted_tokens=course.wasted_tokens,
+            )
+        )
+
+    # -- the backlog ---------------------------------------------------------------------------------------------------
+
+    def _add_to_backlog(self) -> None:
+        backlog = self.plan.backlog
+        assert backlog is not None
+        number = next(self._backlog_number)
+        prompt_tokens, output_tokens = backlog.lengths[number % len(backlog.lengths)]
+        tenant = backlog.tenants[number % len(backlog.tenants)]
+        request = Request(self.now_s, prompt_tokens, output_tokens, tenant, backlog.class_name)
+        replica = self.replicas[number % len(self.replicas)]
+        work = self._placed_in_front(self._work(request, next(self._numbers), replica))
+        course = self.courses[work.id] = Course(request, work, replica)
+        self._tasks.create_task(self._from_backlog(course))
+
+    async def _from_backlog(self, course: Course) -> None:
+        """Wait as long as it takes; a work that leaves the backlog is followed by another."""
+        bound = {course.work.class_name: 1 << 30}
+        try:
+            grant = await course.replica.owner.wait(course.work, bound)
+        except asyncio.CancelledError:
+            self.courses.pop(course.work.id, None)
+            raise
+        if not self._backlog_open:
+            course.replica.owner.finished(course.work, grant, None)
+            course.replica.owner.ended(course.work)
+            self.courses.pop(course.work.id, None)
+            return
+        self._send(course, grant)
+        self._add_to_backlog()
+
+    def _close_backlog(self) -> None:
+        """The run is over for the backlog: what runs of it is counted as it stands and aborted."""
+        self._backlog_open = False
+        for course in list(self.courses.values()):
+            if course.request.class_name != self._backlog_class:
+                continue
+            attempt, grant = course.attempt, course.grant
+            if attempt is not None and grant is not None:
+                self._record(course, UNFINISHED, attempt.output_tokens)
+                self.hosts[grant.engine].abort(attempt)
+                course.replica.owner.finished(course.work, grant, None)
+                course.replica.owner.ended(course.work)
+                del self.courses[course.work.id]
+        self._note_totals()
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _note_totals(self) -> None:
+        """What the engines have done by now; with a backlog, by its end."""
+        hosts = self.hosts.values()
+        result = self.result
+        result.end_s = self.now_s
+        result.preemptions = sum(host.preemptions for host in hosts)
+        result.recomputed_tokens = sum(host.recomputed_tokens for host in hosts)
+        energies = [host.energy_j for host in hosts]
+        result.energy_j = None if None in energies else sum(energy for energy in energies if energy is not None)
+
+    def _sum_up(self) -> None:
+        if self.plan.backlog is None:
+            self._note_totals()
+        for replica in self.replicas:
+            self.result.decision_s.extend(replica.dispatcher.decision_s)
+
+
+class Replica:
+    """One gateway process of the replay: the parts that `gateway.app` puts together, without the network's."""
+
+    def __init__(self, world: World, number: int, log: Log) -> None:
+        plan, loop = world.plan, world.loop
+        rng = random.Random(f"replica {number} of replay {plan.seed}")
+        queue = world._queue
+        self.world = world
+        self.clock = PoolClock(loop.time, offset_s=0.0)
+        self.flow = Flow()
+        store = PolicyStore(None, log=log, clock=self.clock, policy=plan.policy)
+        ledger = Ledger()
+        self.roster = Roster(
+            # Nothing calls an engine through its adapter here: works go to the hosts by themselves.
+            Engine(EngineSettings(name, f"http://{name}"), ledger[name], POLL_S, backend=cast("Backend", host))
+            for name, host in world.hosts.items()
+        )
+        self.presence = Presence(
+            queue,
+            self.clock,
+            session_id=f"{number:016x}",
+            sole=plan.replicas == 1,
+            rng=rng,
+            report=ledger.report,
+            on_registered=self._registered,
+            on_expired=_nothing_expired,
+        )
+        self._batcher = Batcher(queue, session=lambda: self.presence.session, now_ms=self.presence.now_ms)
+        self.owner = Owner(queue, self._batcher, self.presence, self.clock)
+        if plan.privileged is not None:
+            self.sizing = plan.privileged(world)
+        elif plan.sizing is not None:
+            self.sizing = plan.sizing(plan.policy)
+        else:
+            self.sizing = FollowingSizing(plan.policy)
+        self.dispatcher = TimedDispatcher(
+            queue=queue,
+            presence=self.presence,
+            store=store,
+            sizing=self.sizing,
+            roster=self.roster,
+            ledger=ledger,
+            clock=self.clock,
+            rng=rng,
+            deliver=self.owner.granted,
+            sink=plan.on_decision or _ignore,
+        )
+        self.owner.serve(self.dispatcher)
+        self._poller = Poller(
+            self.roster,
+            _already_open,
+            clock=self.clock,
+            poll_s=POLL_S,
+            rng=rng,
+            on_heard=lambda _engine: self.dispatcher.wake_if_waiting(),
+        )
+        self._running: list[asyncio.Task[None]] = []
+
+    async def start(self, background: asyncio.TaskGroup) -> None:
+        await self.presence.beat()
+        await self._poller.once(POLL_S)
+        for name, one in (
+            ("batcher", self._batch()),
+            ("presence", self.presence.run()),
+            ("poller", self._poller.run()),
+            ("dispatcher", self.dispatcher.run()),
+            ("owner", self.owner.run()),
+        ):
+            self._running.append(background.create_task(one, name=name))
+
+    def stop(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+    async def _batch(self) -> None:
+        async with self._batcher:
+            await asyncio.get_running_loop().create_future()
+
+    def _registered(self) -> None:
+        self.owner.registered()
+
+
+class TimedDispatcher(Dispatcher):
+    """A dispatcher that keeps how long its decisions take, in seconds of real time."""
+
+    __slots__ = ("decision_s",)
+
+    def __init__(self, **parts: object) -> None:
+        super().__init__(**parts)  # type: ignore[arg-type]  # passed through as they are
+        self.decision_s: list[float] = []
+
+    def start_now(self, work: Work) -> Grant | None:
+        begun_s = time.perf_counter()
+        grant = super().start_now(work)
+        self.decision_s.append(time.perf_counter() - begun_s)
+        return grant
+
+    async def round(self) -> bool:
+        begun_s = time.perf_counter()
+        placed = await super().round()
+        self.decision_s.append(time.perf_counter() - begun_s)
+        return placed
+
+
+def replay(plan: Plan, log: Log) -> Played:
+    """Play a plan from beginning to end on a loop of its own."""
+
+    async def main() -> Played:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        return await World(plan, loop, log).run()
+
+    return run(main())
+
+
+_STATUS = {Result.COMPLETED: 200, Result.SHED: 429, Result.CLIENT_ERROR: 400}
+
+
+def _sequence(id: str, request: Request, priority: int = 0) -> simulated.Sequence:
+    return simulated.Sequence(
+        id,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        priority=priority,
+        cached_prompt_tokens=request.cached_prompt_tokens,
+    )
+
+
+def _ignore(*_args: object) -> None:
+    """For what nobody wants to be told."""
+
+
+def _nothing_expired(_expired: Expired) -> None:
+    """Sessions of a replay end with it."""
+
+
+async def _already_open(engine: Engine) -> Backend | None:
+    return engine.backend
