@@ -204,6 +204,8 @@ class OpenAICompatible:
         return Answer(path, status, headers, body)
 
     def _refused(self, answer: Answer) -> str:
+        what = f"engine {self.name}: GET {answer.path} answered {answer.status}"
+        if answer.status in {401, 403}:  # what it says may quote the key
+            return f"{what}; check the engine's api_key"
         said = read_error(answer.body, answer.status).message
-        hint = "; check the engine's api_key" if answer.status in {401, 403} else ""
-        return f"engine {self.name}: GET {answer.path} answered {answer.status}{': ' + said if said else ''}{hint}"
+        return f"{what}: {said}" if said else what

@@ -42,9 +42,9 @@ async def test_a_failed_probe_forgets_no_models() -> None:
     assert backend.models == {"m"}
 
 
-async def test_a_refused_key_says_what_to_check() -> None:
+async def test_a_refused_key_says_what_to_check_and_not_what_the_engine_said() -> None:
     backend, _ = adapter("openai", {"/v1/models": (401, b'{"error":"Unauthorized"}')})
 
     detail = (await backend.probe()).detail
 
-    assert detail == "engine e1: GET /v1/models answered 401: Unauthorized; check the engine's api_key"
+    assert detail == "engine e1: GET /v1/models answered 401; check the engine's api_key"
