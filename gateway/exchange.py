@@ -31,6 +31,11 @@ class Downstream(Protocol):
         """True once the client's connection is lost."""
         ...
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes written that the client has not taken, as far as can be told: while its buffer is full, it moves as it reads."""
+        ...
+
     def start(self, status: int, headers: Sequence[tuple[str, str]], *, content_length: int | None = None) -> None:
         """Write the head. Without a content_length the body is chunked (or ends with the connection on HTTP/1.0).
 
@@ -50,7 +55,9 @@ class Downstream(Protocol):
         """End without the framing's end, so that the client sees a truncated transfer."""
         ...
 
-    def watch(self, *, on_pause: Callable[[], None], on_resume: Callable[[], None], on_gone: Callable[[], None]) -> None:
+    def watch(
+        self, *, on_pause: Callable[[], None], on_resume: Callable[[], None], on_gone: Callable[[], None]
+    ) -> None:
         """Set the three callbacks: the client's buffer is full, has drained, the client is gone. Each may repeat.
 
         Calls on_gone at once when the client is gone already, and on_pause when its buffer is full already.

@@ -6,7 +6,7 @@ Everything that reaches the client goes through here, so this is where these pro
 * A stream that waits is kept alive: `queue_headers_after_s` after acceptance a 200 with a comment goes out, then a
   comment every `keepalive_comment_s` until the first content. Non-stream requests get nothing before their answer.
 * A broken answer never looks finished: after content was sent, an error event is followed by an aborted transfer.
-* A client that takes no byte for `stalled_client_s` is cut, and what it held is freed.
+* A client that takes no byte for `stalled_client_s` is cut, and what it held is freed. One that reads slowly is not.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Reply:
         "_exchange",
         "_on_pause",
         "_on_resume",
-        "_paused_since_s",
+        "_paused",
+        "_taking_until_s",
         "_timeouts",
+        "_unsent_bytes",
         "cut_reason",
         "ended",
         "first_content_s",
@@ -50,7 +52,9 @@ class Reply:
         self._exchange = exchange
         self._clock = clock
         self._timeouts = timeouts
-        self._paused_since_s: float | None = None
+        self._paused = False
+        self._taking_until_s = 0.0
+        self._unsent_bytes = 0
         self._comment_due_s = exchange.accepted_s + timeouts.queue_headers_after_s
         self._on_pause: Callable[[], None] | None = None
         self._on_resume: Callable[[], None] | None = None
@@ -68,7 +72,7 @@ class Reply:
     @property
     def paused(self) -> bool:
         """True while the client's buffer is full."""
-        return self._paused_since_s is not None
+        return self._paused
 
     def follow(self, on_pause: Callable[[], None], on_resume: Callable[[], None]) -> None:
         """Whom to slow down while the client's buffer is full; told at once when it is full already."""
@@ -131,8 +135,11 @@ class Reply:
         """Keep a waiting stream alive; cut a stalled client."""
         if self.ended:
             return
-        if self._paused_since_s is not None:
-            if now_s - self._paused_since_s > self._timeouts.stalled_client_s:
+        if self._paused:
+            unsent_bytes = self._exchange.downstream.unsent_bytes
+            if unsent_bytes != self._unsent_bytes:
+                self._unsent_bytes, self._taking_until_s = unsent_bytes, now_s
+            elif now_s - self._taking_until_s > self._timeouts.stalled_client_s:
                 self.cut("stalled_client")
             return
         if self.first_content_s is None and self._exchange.facts.stream and now_s >= self._comment_due_s:
@@ -158,13 +165,15 @@ class Reply:
         downstream.finish()
 
     def _pause(self) -> None:
-        if self._paused_since_s is None:
-            self._paused_since_s = self._clock.now_s()
+        if not self._paused:
+            self._paused = True
+            self._taking_until_s = self._clock.now_s()
+            self._unsent_bytes = self._exchange.downstream.unsent_bytes
         if self._on_pause is not None:
             self._on_pause()
 
     def _resume(self) -> None:
-        self._paused_since_s = None
+        self._paused = False
         if self._on_resume is not None:
             self._on_resume()
 

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
-from gateway.ingress.connection import Connection
+from gateway.ingress.connection import Connection, unsent_bytes
 from gateway.ingress.wire import DateLine, head
 
 _NO_BODY = frozenset({204, 304})
@@ -89,6 +89,10 @@ class TransportDownstream:
         self.keep_alive = keep_alive
         self.started = False
         self.gone = self._transport is None or self._transport.is_closing()
+
+    @property
+    def unsent_bytes(self) -> int:
+        return 0 if self.gone or self._transport is None else unsent_bytes(self._transport)
 
     def start(self, status: int, headers: Sequence[tuple[str, str]], *, content_length: int | None = None) -> None:
         if self.started:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
+from gateway.ingress.connection import unsent_bytes
 from gateway.ingress.wire import SERVER
 
 HIGH_WATER_BYTES = 64 * 1024
@@ -41,6 +42,11 @@ class StreamDownstream:
     @property
     def started(self) -> bool:
         return self._response is not None
+
+    @property
+    def unsent_bytes(self) -> int:
+        transport = self._request.transport
+        return self._waiting_bytes + (0 if transport is None else unsent_bytes(transport))
 
     def start(self, status: int, headers: Sequence[tuple[str, str]], *, content_length: int | None = None) -> None:
         if self._response is not None:

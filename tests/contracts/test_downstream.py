@@ -266,6 +266,33 @@ async def test_a_slow_client_pauses_the_writer_and_a_reading_one_resumes_it(form
 
 
 @forms
+async def test_what_a_client_has_not_taken_gets_less_as_it_reads(form: Serve) -> None:
+    kept: list[Downstream] = []
+    release = asyncio.Event()
+
+    async def flood(downstream: Downstream) -> None:
+        kept.append(downstream)
+        downstream.start(200, [])
+        downstream.write(b"x" * 8_000_000)
+        await release.wait()
+        downstream.abort()
+
+    async with served(form, flood, stalled_s=0.05) as port, RawClient(port, receive_buffer_bytes=65_536) as client:
+        await client.send(GET)
+        await client.read_head()
+        await until(lambda: kept[0].unsent_bytes > 1_000_000)
+        before_bytes = kept[0].unsent_bytes
+        read_bytes = 0
+        while read_bytes < 500_000:
+            read_bytes += len(await client.read_some())
+        await until(lambda: kept[0].unsent_bytes < before_bytes)
+        after_bytes = kept[0].unsent_bytes
+        release.set()
+
+    assert 0 < after_bytes < before_bytes
+
+
+@forms
 async def test_a_late_watcher_is_told_that_the_buffer_is_full(form: Serve) -> None:
     told = asyncio.Event()
 

@@ -28,6 +28,7 @@ class FakeDownstream:
     body: bytes = b""
     end: str = ""
     gone: bool = False
+    unsent_bytes: int = 0
     content_length: int | None = None
 
     @property
@@ -431,6 +432,20 @@ async def test_a_client_that_takes_no_byte_is_cut_in_the_end() -> None:
 
     assert bench.client.end == "aborted"
     assert bench.reply.cut_reason == "stalled_client"
+
+
+async def test_a_client_that_reads_slowly_is_not_cut() -> None:
+    bench = Bench(timeouts=Timeouts(stalled_client_s=50))
+    bench.play(delta("a"), end="open")
+    bench.client.unsent_bytes = 100_000
+    bench.client.on_pause()
+
+    for _ in range(5):
+        bench.clock.time_s += 30
+        bench.client.unsent_bytes -= 1_000
+        bench.reply.check(bench.clock.time_s)
+
+    assert bench.client.end == ""
 
 
 async def test_a_waiting_stream_is_opened_and_kept_alive_by_comments() -> None:

@@ -44,8 +44,9 @@ class Answer:
 class RawClient:
     """One connection. Use as an async context manager."""
 
-    def __init__(self, port: int, *, receive_buffer_bytes: int | None = None) -> None:
+    def __init__(self, port: int, *, receive_buffer_bytes: int | None = None, wait_s: float = WAIT_S) -> None:
         self._port = port
+        self._wait_s = wait_s
         self._buffer = b""
         self._socket = socket.socket()
         if receive_buffer_bytes is not None:
@@ -68,13 +69,13 @@ class RawClient:
     async def send(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
-    async def read_some(self) -> bytes:
-        """Bytes as they come; b"" at the end of the connection. Fails after WAIT_S."""
+    async def read_some(self, size: int = 262_144) -> bytes:
+        """At most so many bytes as they come; b"" at the end of the connection. Fails after wait_s."""
         if self._buffer:
-            data, self._buffer = self._buffer, b""
+            data, self._buffer = self._buffer[:size], self._buffer[size:]
             return data
-        async with asyncio.timeout(WAIT_S):
-            return await asyncio.get_running_loop().sock_recv(self._socket, 262_144)
+        async with asyncio.timeout(self._wait_s):
+            return await asyncio.get_running_loop().sock_recv(self._socket, size)
 
     async def read_to_end(self) -> bytes:
         """Everything until the server closes."""
