@@ -23,6 +23,10 @@ Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 SecondsFromZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(strict=True, gt=0, le=1000, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+DegreesFromZero = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
+Tolerance = Annotated[float, Field(strict=True, ge=1, le=10, allow_inf_nan=False)]
+Limit = Annotated[int, Field(strict=True, ge=2, le=1_000_000)]
 Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
 CountFromZero = Annotated[int, Field(strict=True, ge=0, le=10_000_000)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -150,13 +154,97 @@ class FixedSizing:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizing:
-    """Which sizing policy decides the windows, and its fields."""
+class AimdSizing:
+    """One limit an engine, up by one and down by a part, on first tokens inside and outside their objective.
+
+    start, least, most   works of all classes in flight on one engine
+    backoff              what is left of the limit after a late first token
+    cut_every_s          at most one cut in this time: the effect of a cut takes that long to show
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    policy: Literal["fixed"] = "fixed"
+    start: Limit = 16
+    least: Limit = 4
+    most: Limit = 512
+    backoff: Fraction = 0.9
+    cut_every_s: SecondsFromZero = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSizing:
+    """One limit an engine, from how first tokens of now compare with those of the long run (Gradient2).
+
+    start, least, most   works of all classes in flight on one engine
+    headroom             works added at each sample, so that the limit can grow while latency stands
+    tolerance            times the long-run latency that count as no queueing
+    smoothing            part of a new limit that is taken over at a sample
+    long_samples         samples over which the long run is averaged
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    start: Limit = 20
+    least: Limit = 4
+    most: Limit = 512
+    headroom: Count = 4
+    tolerance: Tolerance = 1.5
+    smoothing: Fraction = 0.2
+    long_samples: Count = 600
+
+
+@dataclass(frozen=True, slots=True)
+class RulesSizing:
+    """The operators' table: one limit an engine, judged every change_every_s. Any shrink wins over hold, hold over grow.
+
+    start, least, most      works of all classes in flight on one engine
+    grow_by, shrink_to      part added (at least one work), and what is left
+    gpu_busy_below          row 1: the GPU is idle at times; grow if works are queued
+    agree_within            row 1: arrivals and completions over agree_over_s differ by less than this part: hold
+    kv_free_above           row 2: free KV memory that lets grow
+    kv_hold_from, _to       row 2: used KV memory that lets hold
+    runout_steps            row 2: engine steps within which free KV memory must not run out, else shrink
+    dead_time_s             what telemetry and engine take to show a change; the least horizon of a projection
+    heat_margin_c           row 4: degrees below the slow-down temperature that count as at the limit
+    power_at                row 4: part of the power limit that counts as at the limit
+    queue_short, queue_long row 5: works waiting in our queue
+    kv_free_below           row 5: free KV memory that is tight
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    start: Limit = 8
+    least: Limit = 4
+    most: Limit = 512
+    change_every_s: Seconds = 1.0
+    grow_by: Fraction = 0.05
+    shrink_to: Fraction = 0.7
+    gpu_busy_below: Share = 0.7
+    agree_within: Share = 0.1
+    agree_over_s: Seconds = 30.0
+    kv_free_above: Share = 0.3
+    kv_hold_from: Share = 0.4
+    kv_hold_to: Share = 0.6
+    runout_steps: Count = 5
+    dead_time_s: Seconds = 2.0
+    heat_margin_c: DegreesFromZero = 3.0
+    power_at: Share = 0.95
+    queue_short: CountFromZero = 4
+    queue_long: CountFromZero = 64
+    kv_free_below: Share = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """Which sizing policy decides the windows, and the fields of each."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    policy: Literal["fixed", "aimd", "gradient", "rules"] = "fixed"
     fixed: FixedSizing = FixedSizing()
+    aimd: AimdSizing = AimdSizing()
+    gradient: GradientSizing = GradientSizing()
+    rules: RulesSizing = RulesSizing()
 
 
 @dataclass(frozen=True, slots=True)

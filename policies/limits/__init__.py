@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from policies.limits.aimd import Aimd
 from policies.limits.fixed import FixedLimits
+from policies.limits.gradient import Gradient
+from policies.limits.rules import Rules
 from policies.schema import Policy
 from policies.sizing import SizingEvent, SizingPolicy, Window
 from policies.vocabulary import EngineView, Verdict, Work
 
-LIMITS: Mapping[str, Callable[[Policy], SizingPolicy]] = {"fixed": FixedLimits}
+LIMITS: Mapping[str, Callable[[Policy], SizingPolicy]] = {
+    "fixed": FixedLimits,
+    "aimd": Aimd,
+    "gradient": Gradient,
+    "rules": Rules,
+}
 """Name in the document -> what makes it from the policy."""
 
 

@@ -64,7 +64,7 @@ class FixedLimits:
         one = fixed.engines.get(engine)
         total = fixed.total if one is None or one.total is None else one.total
         window = (fixed.windows if one is None else one.windows).get(class_name, max(1, total // 4))
-        known = _whole_seats(seats, quality)
+        known = whole_seats(seats, quality)
         patient = known is not None and not self._policy.class_policy(class_name).has_ttft_objective
         return _Bounds(window, total, known, max(1, known - max(1, known // 8)) if known and patient else None)
 
@@ -91,7 +91,7 @@ class _Bounds:
         return Window(requests=min(bound for bound in bounds if bound is not None))
 
 
-def _whole_seats(seats: float | None, quality: Quality) -> int | None:
+def whole_seats(seats: float | None, quality: Quality) -> int | None:
     """Seats as told. Old news counts, since seats change by a restart only; no news is None."""
     if seats is None or seats < 1 or quality not in (Quality.FRESH, Quality.STALE):
         return None

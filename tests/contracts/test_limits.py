@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from policies.limits import LIMITS, FollowingSizing, build
+from policies.limits import LIMITS, FollowingSizing
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Sampled, SizingPolicy
 from policies.vocabulary import EngineView, Guard, Quality, Reading, Work
@@ -104,10 +104,11 @@ def test_a_steady_urgent_load_does_not_shut_patient_work_out(sizing: SizingPolic
     assert verdict.admitted
 
 
-def test_what_was_learned_survives_as_json_and_unknown_fields_are_ignored(sizing: SizingPolicy) -> None:
+@pytest.mark.parametrize("name", sorted(LIMITS))
+def test_what_was_learned_survives_as_json_and_unknown_fields_are_ignored(name: str) -> None:
+    sizing, successor = LIMITS[name](POLICY), LIMITS[name](POLICY)
     for event in (FirstToken(work("w"), "e0", 0.2), Finished(work("w"), "e0", None), Sampled(engine())):
         sizing.on_event(event, NOW_S)
-    successor = build(POLICY)
 
     successor.restore({**json.loads(json.dumps(sizing.snapshot())), "of a later version": 1})
 

@@ -27,6 +27,9 @@ SECTIONS: dict[str, type] = {
     "sizing": schema.Sizing,
     "sizing.fixed": schema.FixedSizing,
     "sizing.fixed.engines.NAME": schema.EngineWindows,
+    "sizing.aimd": schema.AimdSizing,
+    "sizing.gradient": schema.GradientSizing,
+    "sizing.rules": schema.RulesSizing,
     "tenants.NAME": schema.Tenant,
 }
 
