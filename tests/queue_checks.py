@@ -33,7 +33,7 @@ async def _check_indexes(client: Redis, start: str) -> None:
     }
     sessions = await _hash(client, start + "sessions")
     waiting, owned, grants, depths = set(), set(), set(), Counter[bytes]()
-    for work_id, (state, owner, _attempt, body, queue, rank, _epoch, _engine, _expires, seq) in works.items():
+    for work_id, (state, owner, _attempt, body, queue, rank, _epoch, _engine, _expires, seq, *_) in works.items():
         if owner:
             assert owner in sessions, f"work {work_id!r} belongs to {owner!r}, which is no session"
             owned.add(owner + b"/" + work_id)
@@ -44,6 +44,8 @@ async def _check_indexes(client: Redis, start: str) -> None:
             depths.update((queue, queue.partition(b"/")[0]))
         else:
             grants.add(b"%s/%016d/%s" % (owner, int(seq), work_id))
+    credited = set(await _hash(client, start + "credits"))
+    assert credited <= set(sessions), f"credits of what is no session: {credited - set(sessions)}"
     assert set(await client.zrange(start + "waiting", 0, -1)) == waiting
     assert set(await client.zrange(start + "owned", 0, -1)) == owned
     assert set(await client.zrange(start + "grants", 0, -1)) == grants

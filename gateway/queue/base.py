@@ -17,8 +17,8 @@ Rules that every implementation keeps:
   the time, no decision depends on EXPIRE.
 * **Repeatable.** Each call may be repeated after a lost reply and answers the same: enqueue is keyed by work id and
   session, claim by (work id, epoch, attempt), settle by (work id, attempt) and remembered for `SETTLED_KEEP_MS`.
-* **Fenced.** A claim below the highest leader epoch the pool has seen is refused; a settle or requeue by a session that
-  no longer owns the work is refused.
+* **Fenced.** A leader's word (claim, credit, snapshot) below the highest leader epoch the pool has seen is refused; a
+  settle or requeue by a session that no longer owns the work is refused.
 * **Plural.** One call, one round trip, many works; answers come in the order asked. The client gathers single calls
   of one loop turn into one plural call (`Batcher`).
 * **Bounded.** `enqueue_many` refuses a work when its class already holds `max_queue` waiting works; nothing grows with
@@ -39,6 +39,7 @@ from typing import Protocol
 from policies.vocabulary import Grant, Work
 
 SETTLED_KEEP_MS = 60_000
+SNAPSHOT_MAX_BYTES = 4 * 1024 * 1024
 
 
 class QueueUnavailable(Exception):
@@ -84,8 +85,73 @@ class InFlight:
     prefill_tokens: int = 0
 
 
-SessionReport = Mapping[tuple[str, str], InFlight]
-"""(engine, class) -> sums."""
+Place = tuple[str, str]
+"""(engine, class)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReport:
+    """What a session tells with each renewal: what it runs now, and which of the leader's words that includes.
+
+    in_flight    sums of the attempts it runs now, by place
+    started      attempts and their tokens that it ever started on credit, by place; only grows (see Credit)
+    grants_seq   grants up to this one are inside in_flight, or have ended, or will never be started
+    renewed_ms   pool time of the renewal that told it; filled in by `Queue.sessions`, ignored by `renew_session`
+    """
+
+    in_flight: Mapping[Place, InFlight] = field(default_factory=dict)
+    started: Mapping[Place, InFlight] = field(default_factory=dict)
+    grants_seq: int = 0
+    renewed_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """A session's bounded right to start works on one place without asking, written to the store before it is used.
+
+    allowed      running totals that `SessionReport.started` may reach; what is unspent is allowed - started. Totals and
+                 not amounts, so that neither a lost nor a repeated reply changes what may be started
+    share        works that the session may still keep in flight on this place once it is cut off from the store,
+                 halved every 10 s (distribution.md, Without Redis)
+    expires_ms   pool time after which nothing may be started on it
+    """
+
+    allowed: InFlight
+    share: int
+    expires_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Answer to a session's renewal.
+
+    credits            the session's credits that have not expired, by place
+    epoch              the highest leader epoch that the pool has seen; an owner refuses grants below it
+    snapshot_version   of the leader's snapshot in the store; 0 when there is none
+    """
+
+    credits: Mapping[Place, Credit] = field(default_factory=dict)
+    epoch: int = 0
+    snapshot_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the leader publishes for followers and successors: engines as it sees them, and what it has learned.
+
+    content   JSON, up to SNAPSHOT_MAX_BYTES; holds no prompt, no key and no engine credential
+    """
+
+    version: int
+    content: bytes
+
+
+def check_size(snapshot: Snapshot) -> None:
+    """Raise ValueError for a snapshot above its bound."""
+    size_bytes = len(snapshot.content)
+    if size_bytes > SNAPSHOT_MAX_BYTES:
+        msg = f"snapshot of {size_bytes} bytes: expected at most {SNAPSHOT_MAX_BYTES}; publish less of what was learned"
+        raise ValueError(msg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +188,31 @@ class GrantTaken:
 
 
 @dataclass(frozen=True, slots=True)
+class Claimed:
+    """A claim that was made: the owner it was made for, and the grant's place in that session's order."""
+
+    owner: Session
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """A work that is granted in the store, as a new leader takes it over."""
+
+    work: Work
+    grant: Grant
+    claimed: Claimed
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Everything that binds a new leader: what its predecessors granted and allowed."""
+
+    outstanding: tuple[Outstanding, ...] = ()
+    credits: Mapping[Session, Mapping[Place, Credit]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Expired:
     """What expire_sessions did: works put back (blob) and works whose owner is gone (settled).
 
@@ -138,13 +229,18 @@ class Expired:
 class Queue(Protocol):
     """One pool's queue. See the module header for the rules; each method is one round trip."""
 
-    async def renew_session(self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport) -> bool:
-        """Create or extend the session and replace its sums. False: it had expired and was swept, or the store forgot it
-        (register anew, with a higher epoch; False is final for this one)."""
+    async def renew_session(
+        self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport, ring: bool = False
+    ) -> Renewed | None:
+        """Create or extend the session and replace its report. None: it had expired and was swept, or the store forgot
+        it (register anew, with a higher epoch; None is final for this one).
+
+        ring   ring the pool's bell too, if anything waits: what this report no longer holds is room for it
+        """
         ...
 
-    async def sessions(self, *, now_ms: int) -> Mapping[str, SessionReport]:
-        """Reports of all live sessions, by session id."""
+    async def sessions(self, *, now_ms: int) -> Mapping[Session, SessionReport]:
+        """Reports of all live sessions."""
         ...
 
     async def end_session(self, session: Session) -> Expired:
@@ -178,11 +274,37 @@ class Queue(Protocol):
         that class's tenants round-robin so that none is hidden behind another."""
         ...
 
-    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None) -> list[bool]:
-        """Leader: waiting -> granted. False: no longer waiting (cancelled, taken) or the epoch is old. Rings owners.
+    async def claim_many(
+        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
+    ) -> list[Claimed | None]:
+        """Leader: waiting -> granted. None: no longer waiting (cancelled, taken) or the epoch is old. Rings owners.
 
         runner   the live session that becomes the owner of works among these that have none; without it they stay
         """
+        ...
+
+    async def give_credit(self, credits: Mapping[Session, Mapping[Place, Credit]], *, epoch: int, now_ms: int) -> bool:
+        """Leader: replace the credits of these sessions (an empty mapping takes them away). False: the epoch is old.
+
+        Credits go with their session; one that is over or unknown gets none. A call that arrives after a later one of
+        its leader (by now_ms) changes nothing for the sessions that both name.
+        """
+        ...
+
+    async def publish(self, snapshot: Snapshot, *, epoch: int, now_ms: int) -> bool:
+        """Leader: replace the pool's snapshot. False: the epoch is old.
+
+        A version below the stored one of the same epoch came late and changes nothing. Raises ValueError for a
+        content above SNAPSHOT_MAX_BYTES.
+        """
+        ...
+
+    async def snapshot(self) -> Snapshot | None:
+        """The newest snapshot, None when there is none."""
+        ...
+
+    async def standing(self, *, now_ms: int) -> Standing:
+        """What a new leader takes over: all granted works, all credits that have not expired."""
         ...
 
     async def take_grants(self, session: Session, *, after_seq: int) -> list[GrantTaken]:

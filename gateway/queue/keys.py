@@ -6,8 +6,9 @@ number (a work by class, tenant and rank; a grant by session and sequence), so t
 *members* sort bytewise. That keeps the number of keys fixed however many tenants and sessions there are, and a
 look-ahead reads just the range that it needs.
 
-The schema number stands in the key. A release that changes a value's meaning raises it and, for one release, reads
-both, so that N and N+1 can share a pool.
+The schema number stands in the key, and every process of a pool speaks one schema, so that the pool has one leader. What
+may change without raising it (members, fields and columns that are new), how a pool moves on from N to N+1 and why
+an N that comes late is refused: docs/decisions/0009-one-schema-per-pool-at-a-time.md.
 
 Names (class, tenant, session, engine) come from configuration and are percent-encoded: the encoded form is ASCII
 without "/", tab or newline, which are the separators. A work's id is always the last part and needs no encoding. No
@@ -20,7 +21,7 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from gateway.queue.base import SETTLED_KEEP_MS, Session
 
@@ -55,6 +56,8 @@ TABLE = (
     Key("grants", "zset", "<session>/<seq>/<id>, score 0", "as works"),
     Key("settled", "zset", "<session>/<id>, score settled_ms * 1000 + attempt", "", 2 * SETTLED_KEEP_MS),
     Key("swept", "zset", "<kind>/<session or work>, score seq", "", 2 * SETTLED_KEEP_MS),
+    Key("credits", "hash", "<session> -> epoch, given_ms, credits as JSON", "the session; else the leader's sweep"),
+    Key("snapshot", "hash", "epoch, version, content", "", LEADER_KEEP_MS),
 )
 
 
@@ -69,9 +72,14 @@ def prefix(pool: str) -> str:
     return f"hr:{{{encoded(pool)}}}:{SCHEMA}:"
 
 
+def schema_key(pool: str) -> str:
+    """The one key without a schema number: the pool's schema, a string; absent means 1. Only a release past it writes it."""
+    return f"hr:{{{encoded(pool)}}}:schema"
+
+
 def keys(pool: str) -> tuple[str, ...]:
-    """All keys of a pool, in the order of `TABLE`."""
-    return tuple(prefix(pool) + key.name for key in TABLE)
+    """All keys of a pool, in the order of `TABLE`, and its schema's."""
+    return (*(prefix(pool) + key.name for key in TABLE), schema_key(pool))
 
 
 def pool_channel(pool: str) -> str:
@@ -93,6 +101,12 @@ def session_of(part: str) -> tuple[str, int]:
     """The encoded id and the epoch of `session_part`."""
     name, _, epoch = part.rpartition("/")
     return name, int(epoch)
+
+
+def session_from(part: str) -> Session:
+    """The session of `session_part`."""
+    name, epoch = session_of(part)
+    return Session(unquote(name), epoch)
 
 
 def rank_part(rank: float) -> str:

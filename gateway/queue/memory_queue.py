@@ -20,17 +20,25 @@ from urllib.parse import unquote
 
 from gateway.queue.base import (
     SETTLED_KEEP_MS,
+    Claimed,
+    Credit,
     Enqueued,
     Expired,
     GrantTaken,
     Leadership,
+    Outstanding,
+    Place,
+    Renewed,
     Session,
     SessionLost,
     SessionReport,
     Settled,
+    Snapshot,
+    Standing,
     Waiting,
+    check_size,
 )
-from gateway.queue.keys import encoded, rank_part, session_of, session_part
+from gateway.queue.keys import encoded, rank_part, session_from, session_of, session_part
 from gateway.queue.wire import queue_part
 from policies.vocabulary import BodyAt, Grant, Work
 
@@ -57,6 +65,17 @@ class _Present:
     report: SessionReport
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A session's credits and the (epoch, now_ms) under which they were given."""
+
+    at: tuple[int, int]
+    credits: Mapping[Place, Credit]
+
+    def unexpired(self, now_ms: int) -> dict[Place, Credit]:
+        return {place: one for place, one in self.credits.items() if one.expires_ms > now_ms}
+
+
 @dataclass(slots=True)
 class _Record:
     """The leadership record; expires_ms None: there is none."""
@@ -73,12 +92,14 @@ class MemoryQueue:
 
     __slots__ = (
         "_bells",
+        "_credits",
         "_depths",
         "_owned",
         "_record",
         "_registered",
         "_sessions",
         "_settled",
+        "_snapshot",
         "_swept",
         "_time_ms",
         "_waiting",
@@ -101,31 +122,42 @@ class MemoryQueue:
         self._owned: defaultdict[str, set[str]] = defaultdict(set)
         self._settled: dict[str, tuple[int, int]] = {}
         self._swept: dict[tuple[str, str, str], int] = {}
+        self._credits: dict[str, _Given] = {}
+        self._snapshot: tuple[int, Snapshot] | None = None
 
     # -- sessions and leadership -----------------------------------------------------------------------------------
 
-    async def renew_session(self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport) -> bool:
+    async def renew_session(
+        self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport, ring: bool = False
+    ) -> Renewed | None:
         owner = session_part(session)
         registered = self._registered.get(session.id) == session.epoch
         self._registered[session.id] = session.epoch
         known = self._sessions.get(owner)
+        kept = SessionReport(dict(report.in_flight), dict(report.started), report.grants_seq)
         if known is None:
             if registered:
-                return False
-            self._sessions[owner] = _Present(now_ms, now_ms + valid_for_ms, dict(report))
+                return None
+            self._sessions[owner] = _Present(now_ms, now_ms + valid_for_ms, kept)
         elif known.renewed_ms <= now_ms:
             known.renewed_ms = now_ms
             known.expires_ms = max(known.expires_ms, now_ms + valid_for_ms)
-            known.report = dict(report)
-        return True
+            known.report = kept
+        if ring and self._waiting:
+            self._ring("")
+        given = self._credits.get(owner)
+        return Renewed(
+            {} if given is None else given.unexpired(now_ms),
+            self._record.epoch,
+            0 if self._snapshot is None else self._snapshot[1].version,
+        )
 
-    async def sessions(self, *, now_ms: int) -> Mapping[str, SessionReport]:
-        newest: dict[str, tuple[int, SessionReport]] = {}
-        for owner, present in self._sessions.items():
-            name, epoch = session_of(owner)
-            if present.expires_ms > now_ms and (name not in newest or newest[name][0] < epoch):
-                newest[name] = (epoch, present.report)
-        return {unquote(name): report for name, (_, report) in newest.items()}
+    async def sessions(self, *, now_ms: int) -> Mapping[Session, SessionReport]:
+        return {
+            session_from(owner): present.report
+            for owner, present in self._sessions.items()
+            if present.expires_ms > now_ms
+        }
 
     async def end_session(self, session: Session) -> Expired:
         owner = session_part(session)
@@ -148,6 +180,7 @@ class MemoryQueue:
 
     def _sweep(self, owner: str, now_ms: int) -> None:
         self._sessions.pop(owner, None)
+        self._credits.pop(owner, None)
         for work_id in sorted(self._owned.pop(owner, ()), key=str.encode):
             held = self._works[work_id]
             self._leave(held)
@@ -225,7 +258,9 @@ class MemoryQueue:
                 works += [self._works[work_id].work for _, work_id in self._waiting[queue][:share]]
         return Waiting(tuple(works), {_names(queue): len(ranks) for queue, ranks in self._waiting.items()})
 
-    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None) -> list[bool]:
+    async def claim_many(
+        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
+    ) -> list[Claimed | None]:
         owner = session_part(runner) if runner is not None else ""
         rung: set[str] = set()
         answers = [self._claim(grant, now_ms, owner if owner in self._sessions else "", rung) for grant in grants]
@@ -233,18 +268,17 @@ class MemoryQueue:
             self._ring(one)
         return answers
 
-    def _claim(self, grant: Grant, now_ms: int, runner: str, rung: set[str]) -> bool:
-        if grant.epoch < self._record.epoch:
-            return False
-        self._record.epoch = grant.epoch
+    def _claim(self, grant: Grant, now_ms: int, runner: str, rung: set[str]) -> Claimed | None:
+        if self._fenced(grant.epoch):
+            return None
         held = self._works.get(grant.work_id)
         if held is None:
-            return False
+            return None
         if held.grant is not None:
             same = (held.grant.epoch, held.grant.attempt, held.grant.engine)
-            return same == (grant.epoch, grant.attempt, grant.engine)
+            return _claimed(held) if same == (grant.epoch, grant.attempt, grant.engine) else None
         if grant.attempt <= held.work.attempt or not (held.owner or runner):
-            return False
+            return None
         self._leave(held)
         if not held.owner:
             held.owner = runner
@@ -253,7 +287,50 @@ class MemoryQueue:
         held.work = replace(held.work, attempt=grant.attempt)
         held.seq = self._next_seq(now_ms)
         rung.add(held.owner)
+        return _claimed(held)
+
+    # -- the leader's words ----------------------------------------------------------------------------------------
+
+    async def give_credit(self, credits: Mapping[Session, Mapping[Place, Credit]], *, epoch: int, now_ms: int) -> bool:
+        if self._fenced(epoch):
+            return False
+        for session, places in credits.items():
+            owner = session_part(session)
+            present, given = self._sessions.get(owner), self._credits.get(owner)
+            if present is not None and (given is None or given.at <= (epoch, now_ms)):
+                self._credits[owner] = _Given((epoch, now_ms), dict(places) if present.expires_ms > now_ms else {})
         return True
+
+    async def publish(self, snapshot: Snapshot, *, epoch: int, now_ms: int) -> bool:
+        del now_ms  # the epoch and the version alone say what is newer
+        check_size(snapshot)
+        if self._fenced(epoch):
+            return False
+        known = self._snapshot
+        if known is None or known[0] != epoch or known[1].version < snapshot.version:
+            self._snapshot = epoch, snapshot
+        return True
+
+    async def snapshot(self) -> Snapshot | None:
+        return None if self._snapshot is None else self._snapshot[1]
+
+    async def standing(self, *, now_ms: int) -> Standing:
+        held = [one for one in self._works.values() if one.grant is not None]
+        held.sort(key=lambda one: f"{one.owner}/{one.seq:016}/{one.work.id}".encode())
+        given = {session_from(owner): one.unexpired(now_ms) for owner, one in self._credits.items()}
+        return Standing(
+            tuple(Outstanding(one.work, one.grant, _claimed(one)) for one in held if one.grant is not None),
+            {session: places for session, places in given.items() if places},
+        )
+
+    def _fenced(self, epoch: int) -> bool:
+        """True when a higher leader epoch was seen; else this one is the highest from now on."""
+        if epoch < self._record.epoch:
+            return True
+        self._record.epoch = epoch
+        return False
+
+    # -- works that were granted -----------------------------------------------------------------------------------
 
     async def take_grants(self, session: Session, *, after_seq: int) -> list[GrantTaken]:
         held = (self._works[work_id] for work_id in self._owned.get(session_part(session), ()))
@@ -278,7 +355,7 @@ class MemoryQueue:
         stale = held.grant is None or (seq is not None and seq != held.seq) or held.work.attempt > work.attempt + 1
         if not stale:
             self._leave(held)
-            held.work = replace(work, rank=held.work.rank, body=held.work.body)
+            held.work = replace(held.work, attempt=work.attempt, avoid=work.avoid)
             self._wait(held)
         return True
 
@@ -382,6 +459,10 @@ def _told(entries: Iterable[tuple[tuple[str, str, str], int]]) -> Expired:
     for (kind, owner, work_id), _ in ordered:
         kinds[kind].append(work_id if kind != "s" else unquote(session_of(owner)[0]))
     return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(kinds["s"]), ordered[-1][1] if ordered else 0)
+
+
+def _claimed(held: _Held) -> Claimed:
+    return Claimed(session_from(held.owner), held.seq)
 
 
 def _names(queue: str) -> tuple[str, str]:

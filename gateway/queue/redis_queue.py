@@ -41,29 +41,49 @@ from structlog.typing import FilteringBoundLogger
 
 from gateway.queue.base import (
     SETTLED_KEEP_MS,
+    Claimed,
+    Credit,
     Enqueued,
     Expired,
     GrantTaken,
     Leadership,
+    Place,
     QueueUnavailable,
+    Renewed,
     Session,
     SessionLost,
     SessionReport,
     Settled,
+    Snapshot,
+    Standing,
     Waiting,
+    check_size,
 )
 from gateway.queue.keys import (
     LEADER_KEEP_MS,
+    SCHEMA,
+    TABLE,
     keys,
     pool_channel,
     rank_part,
     session_channel,
-    session_of,
+    session_from,
     session_part,
 )
 from gateway.queue.keys import encoded as _encoded
 from gateway.queue.lua import load
-from gateway.queue.wire import BODY_LETTERS, pack_report, pack_work, queue_part, unpack_report, unpack_work
+from gateway.queue.wire import (
+    BODY_LETTERS,
+    pack_avoid,
+    pack_credits,
+    pack_report,
+    pack_work,
+    queue_part,
+    unpack_credits,
+    unpack_outstanding,
+    unpack_report,
+    unpack_work,
+)
 from policies.vocabulary import Grant, Work
 
 COMMAND_TIMEOUT_S = 2.0
@@ -77,13 +97,16 @@ BELL_BACKOFF_S = (0.1, 2.0)
 _SCRIPTS = (
     "claim",
     "enqueue",
+    "give_credit",
     "lead",
     "peek",
+    "publish",
     "renew",
     "requeue",
     "rescore",
     "resign",
     "settle",
+    "standing",
     "sweep",
     "take_grants",
 )
@@ -123,6 +146,7 @@ class RedisQueue:
         "_client",
         "_command_timeout_s",
         "_execute",
+        "_key",
         "_keys",
         "_log",
         "_node_changes",
@@ -148,6 +172,7 @@ class RedisQueue:
         self._pool = pool
         self._command_timeout_s = command_timeout_s
         self._keys = keys(pool)
+        self._key = dict(zip((key.name for key in TABLE), self._keys, strict=False))
         self._scripts = {name: load(name) for name in _SCRIPTS}
         self._registered: dict[str, int] = {}
         self._node_changes = 0
@@ -155,22 +180,27 @@ class RedisQueue:
 
     # -- sessions and leadership -----------------------------------------------------------------------------------
 
-    async def renew_session(self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport) -> bool:
+    async def renew_session(
+        self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport, ring: bool = False
+    ) -> Renewed | None:
         registered = self._registered.get(session.id) == session.epoch
-        alive = await self._run(
-            "renew", session_part(session), now_ms, valid_for_ms, int(registered), pack_report(report)
+        bell = pool_channel(self._pool) if ring else ""
+        answer = await self._run(
+            "renew", session_part(session), now_ms, valid_for_ms, int(registered), pack_report(report), bell
         )
         self._registered[session.id] = session.epoch
-        return bool(alive)
+        if answer is None:
+            return None
+        given, epoch, version = answer
+        return Renewed(unpack_credits(given, now_ms), int(epoch), int(version))
 
-    async def sessions(self, *, now_ms: int) -> Mapping[str, SessionReport]:
-        newest: dict[str, tuple[int, bytes]] = {}
-        for part, value in (await self._command("HGETALL", self._keys[0])).items():
-            name, epoch = session_of(part.decode())
+    async def sessions(self, *, now_ms: int) -> Mapping[Session, SessionReport]:
+        found: dict[Session, SessionReport] = {}
+        for part, value in (await self._command("HGETALL", self._key["sessions"])).items():
             line, _, report = value.partition(b"\n")
-            if int(line.split(b"\t")[1]) > now_ms and newest.get(name, (-1, b""))[0] < epoch:
-                newest[name] = (epoch, report)
-        return {unquote(name): unpack_report(report) for name, (_, report) in newest.items()}
+            if int(line.split(b"\t")[1]) > now_ms:
+                found[session_from(part.decode())] = unpack_report(report)
+        return found
 
     async def end_session(self, session: Session) -> Expired:
         self._registered.pop(session.id, None)
@@ -199,7 +229,7 @@ class RedisQueue:
         kinds: dict[str, list[str]] = {"r": [], "g": [], "s": []}
         for entry in told:
             kind, owner, _epoch, work_id = entry.split("/", 3)
-            kinds[kind].append(work_id if kind != "s" else unquote(owner))
+            kinds.setdefault(kind, []).append(work_id if kind != "s" else unquote(owner))
         return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(kinds["s"]), seq)
 
     async def lead(self, candidate: str, *, now_ms: int, valid_for_ms: int) -> Leadership:
@@ -228,7 +258,7 @@ class RedisQueue:
                 args += (_encoded(class_name), bound)
             for work in piece:
                 args += (work.id, queue_part(work), rank_part(work.rank), work.attempt, BODY_LETTERS[work.body])
-                args.append(pack_work(work))
+                args += (pack_avoid(work), pack_work(work))
             codes = await self._run("enqueue", *args)
             if codes is None:
                 msg = f"session {session.id} epoch {session.epoch}: expected a registered one; register anew, then enqueue"
@@ -255,8 +285,10 @@ class RedisQueue:
             self._ahead[work_id] = known
         return tuple(work for _, work in self._ahead.values())
 
-    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None) -> list[bool]:
-        answers: list[bool] = []
+    async def claim_many(
+        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
+    ) -> list[Claimed | None]:
+        answers: list[Claimed | None] = []
         for piece in _pieces(grants):
             args: list[str | int] = [
                 now_ms,
@@ -267,8 +299,39 @@ class RedisQueue:
             for grant in piece:
                 expires_ms = int(grant.expires_s * 1000)
                 args += (grant.work_id, _encoded(grant.engine), grant.epoch, grant.attempt, expires_ms)
-            answers += map(bool, await self._run("claim", *args))
+            for owner, seq in _pairs(await self._run("claim", *args)):
+                answers.append(Claimed(session_from(owner.decode()), int(seq)) if owner else None)
         return answers
+
+    # -- the leader's words ----------------------------------------------------------------------------------------
+
+    async def give_credit(self, credits: Mapping[Session, Mapping[Place, Credit]], *, epoch: int, now_ms: int) -> bool:
+        given = True
+        for piece in list(_pieces(list(credits.items()))) or [()]:
+            args: list[str | bytes | int] = [epoch, now_ms, LEADER_KEEP_MS]
+            for session, places in piece:
+                args += (session_part(session), pack_credits(places))
+            given = bool(await self._run("give_credit", *args)) and given
+        return given
+
+    async def publish(self, snapshot: Snapshot, *, epoch: int, now_ms: int) -> bool:
+        del now_ms  # the epoch and the version alone say what is newer
+        check_size(snapshot)
+        return bool(await self._run("publish", epoch, LEADER_KEEP_MS, snapshot.version, snapshot.content))
+
+    async def snapshot(self) -> Snapshot | None:
+        version, content = await self._command("HMGET", self._key["snapshot"], "version", "content")
+        return None if version is None else Snapshot(int(version), content)
+
+    async def standing(self, *, now_ms: int) -> Standing:
+        granted, values = await self._run("standing")
+        given = {session_from(owner.decode()): unpack_credits(value, now_ms) for owner, value in _pairs(values)}
+        return Standing(
+            tuple(unpack_outstanding(work_id.decode(), record) for work_id, record in _pairs(granted)),
+            {session: places for session, places in given.items() if places},
+        )
+
+    # -- works that were granted -----------------------------------------------------------------------------------
 
     async def take_grants(self, session: Session, *, after_seq: int) -> list[GrantTaken]:
         flat = await self._run("take_grants", session_part(session), after_seq)
@@ -287,9 +350,9 @@ class RedisQueue:
         given: Sequence[int | str] = seqs if seqs is not None else [""] * len(works)
         numbered = list(zip(works, given, strict=True))
         for piece in _pieces(numbered):
-            args: list[str | bytes | int] = [session_part(session), pool_channel(self._pool)]
+            args: list[str | int] = [session_part(session), pool_channel(self._pool)]
             for work, seq in piece:
-                args += (work.id, work.attempt, seq, pack_work(work))
+                args += (work.id, work.attempt, seq, pack_avoid(work))
             answers += map(bool, await self._run("requeue", *args))
         return answers
 
@@ -405,7 +468,9 @@ def _reason(error: Exception) -> str:
     for kinds, reason in _REASONS:
         if isinstance(error, kinds):
             return reason
-    code = str(error).partition(" ")[0]
+    code, _, rest = str(error).partition(" ")
+    if isinstance(error, ResponseError) and code == "NEWERSCHEMA":
+        return f"queue store's pool speaks schema {rest}: expected {SCHEMA}; upgrade this process, or give it another store"
     if isinstance(error, ResponseError) and code in _NOT_NOW:
         return f"queue store answers {code}: expected it to take writes; see its log"
     return ""

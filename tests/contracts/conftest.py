@@ -13,7 +13,7 @@ from fakeredis import FakeAsyncRedis, FakeServer
 from redis.asyncio import Redis
 
 from gateway.queue.base import Queue
-from gateway.queue.keys import TABLE, prefix
+from gateway.queue.keys import keys
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.queue.redis_queue import RedisQueue, connect
 from tests.queue_checks import check_keys
@@ -76,6 +76,6 @@ class pool_on:  # noqa: N801 - reads as a function
         try:
             if kind is None:
                 await check_keys(self._client, self._pool)
-            await self._client.delete(*(prefix(self._pool) + key.name for key in TABLE))
+            await self._client.delete(*keys(self._pool))
         finally:
             await self.queue.close()

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable
 from dataclasses import replace
 
 import pytest
 
 from gateway.queue.base import (
     SETTLED_KEEP_MS,
+    SNAPSHOT_MAX_BYTES,
+    Claimed,
+    Credit,
     Enqueued,
     Expired,
     InFlight,
+    Outstanding,
+    Place,
     Queue,
+    Renewed,
     Session,
     SessionLost,
+    SessionReport,
     Settled,
+    Snapshot,
+    Standing,
     Waiting,
 )
 from gateway.queue.memory_queue import MemoryQueue
@@ -41,8 +51,19 @@ def grant(work_id: str, *, epoch: int = 5, attempt: int = 1, engine: str = "gpu:
     return Grant(work_id, engine, epoch, attempt, NOW / 1000 + 5)
 
 
+def report(sums: dict[Place, InFlight]) -> SessionReport:
+    return SessionReport(in_flight=sums)
+
+
+async def renew(
+    queue: Queue, session: Session = ME, what: SessionReport | None = None, *, now_ms: int = NOW, ring: bool = False
+) -> Renewed | None:
+    told = what or SessionReport()
+    return await queue.renew_session(session, now_ms=now_ms, valid_for_ms=VALID, report=told, ring=ring)
+
+
 async def register(queue: Queue, session: Session = ME, *, now_ms: int = NOW) -> bool:
-    return await queue.renew_session(session, now_ms=now_ms, valid_for_ms=VALID, report={})
+    return await renew(queue, session, now_ms=now_ms) is not None
 
 
 async def enqueue(queue: Queue, *works: Work, session: Session = ME, now_ms: int = NOW) -> list[Enqueued]:
@@ -50,7 +71,7 @@ async def enqueue(queue: Queue, *works: Work, session: Session = ME, now_ms: int
 
 
 async def claim(queue: Queue, *grants: Grant, runner: Session | None = None) -> list[bool]:
-    return await queue.claim_many(grants, now_ms=NOW, runner=runner)
+    return [one is not None for one in await queue.claim_many(grants, now_ms=NOW, runner=runner)]
 
 
 async def settle(queue: Queue, *ids: str, attempt: int = 0, session: Session = ME, now_ms: int = NOW) -> list[Settled]:
@@ -259,6 +280,22 @@ async def test_a_claim_answers_the_same_when_repeated(queue: Queue) -> None:
 
     assert answers == [[True], [True]]
     assert len(await queue.take_grants(ME, after_seq=0)) == 1
+
+
+async def test_a_claim_tells_whose_it_is_and_where_it_stands_and_a_repeat_the_same(queue: Queue) -> None:
+    await register(queue)
+    await register(queue, OTHER)
+    await enqueue(queue, work("a"), work("b"))
+    await enqueue(queue, work("c"), session=OTHER)
+    grants = [grant("a"), grant("never here"), grant("c"), grant("b")]
+
+    first = await queue.claim_many(grants, now_ms=NOW)
+    again = await queue.claim_many(grants, now_ms=NOW + 1)
+
+    assert first == again
+    mine = [one.seq for one in await queue.take_grants(ME, after_seq=0)]
+    (theirs,) = await queue.take_grants(OTHER, after_seq=0)
+    assert first == [Claimed(ME, mine[0]), None, Claimed(OTHER, theirs.seq), Claimed(ME, mine[1])]
 
 
 async def test_a_work_is_granted_once(queue: Queue) -> None:
@@ -512,23 +549,44 @@ async def test_a_new_session_may_write_a_work_again_that_its_old_one_settled(que
 # -- sessions --------------------------------------------------------------------------------------------------------
 
 
-async def test_live_sessions_are_listed_with_their_sums(queue: Queue) -> None:
-    report = {("gpu 0", "interactive"): InFlight(2, 512, 64), ("gpu 0", "bulk"): InFlight(1, 16, 0)}
-    await queue.renew_session(ME, now_ms=NOW, valid_for_ms=VALID, report={("old", "x"): InFlight(9, 9, 9)})
-    await queue.renew_session(ME, now_ms=NOW + 500, valid_for_ms=VALID, report=report)
+async def test_live_sessions_are_listed_with_their_reports(queue: Queue) -> None:
+    told = SessionReport(
+        in_flight={("gpu 0", "interactive"): InFlight(2, 512, 64), ("gpu 0", "bulk"): InFlight(1, 16, 0)},
+        started={("gpu/ü", "interactive"): InFlight(2**40, 2**50, 7)},
+        grants_seq=NOW * 1024,
+    )
+    await renew(queue, what=report({("old", "x"): InFlight(9, 9, 9)}))
+    await renew(queue, what=told, now_ms=NOW + 500)
     await register(queue, OTHER)
 
-    assert await queue.sessions(now_ms=NOW + 600) == {ME.id: report, OTHER.id: {}}
-    assert await queue.sessions(now_ms=NOW + VALID) == {ME.id: report}
+    assert await queue.sessions(now_ms=NOW + 600) == {ME: told, OTHER: SessionReport()}
+    assert await queue.sessions(now_ms=NOW + VALID) == {ME: told}
 
 
-async def test_a_late_renewal_does_not_shorten_a_session(queue: Queue) -> None:
-    newest = {("gpu 0", "interactive"): InFlight(1, 2, 3)}
-    await queue.renew_session(ME, now_ms=NOW + 1_000, valid_for_ms=VALID, report=newest)
+async def test_a_late_renewal_neither_shortens_a_session_nor_brings_its_old_report_back(queue: Queue) -> None:
+    newest = report({("gpu 0", "interactive"): InFlight(1, 2, 3)})
+    await renew(queue, what=newest, now_ms=NOW + 1_000)
 
-    await register(queue, now_ms=NOW)
+    assert await register(queue, now_ms=NOW)
 
-    assert await queue.sessions(now_ms=NOW + VALID + 500) == {ME.id: newest}
+    assert await queue.sessions(now_ms=NOW + VALID + 500) == {ME: newest}
+
+
+async def test_a_renewal_may_ring_the_pool_s_bell_if_anything_waits(queue: Queue) -> None:
+    await register(queue)
+    bell = aiter(queue.bell(None))
+    await anext(bell)
+
+    await renew(queue, ring=True)
+    waiting = asyncio.ensure_future(anext(bell))
+    await renew(queue)
+    assert not waiting.done()
+    await enqueue(queue, work("a"))
+    await within_5_s(waiting)
+    await renew(queue, ring=True)
+    await within_5_s(anext(bell))
+
+    await bell.aclose()  # type: ignore[attr-defined]
 
 
 async def test_an_expired_session_loses_owner_works_and_gives_blob_works_back(queue: Queue) -> None:
@@ -584,12 +642,12 @@ async def test_a_session_with_the_same_id_inherits_nothing(queue: Queue) -> None
     assert await enqueue(queue, work("a"), session=successor) == [Enqueued.TAKEN]
 
 
-async def test_the_newest_epoch_of_a_session_is_the_one_listed(queue: Queue) -> None:
-    newest = {("gpu 0", "interactive"): InFlight(1, 1, 1)}
-    await queue.renew_session(Session("p", 9), now_ms=NOW, valid_for_ms=VALID, report={})
-    await queue.renew_session(Session("p", 10), now_ms=NOW, valid_for_ms=VALID, report=newest)
+async def test_every_live_epoch_of_an_id_is_listed_since_what_each_runs_is_there(queue: Queue) -> None:
+    old, newest = report({("gpu 0", "bulk"): InFlight(3, 3, 3)}), report({("gpu 0", "interactive"): InFlight(1, 1, 1)})
+    await renew(queue, Session("p", 9), old)
+    await renew(queue, Session("p", 10), newest)
 
-    assert await queue.sessions(now_ms=NOW) == {"p": newest}
+    assert await queue.sessions(now_ms=NOW) == {Session("p", 9): old, Session("p", 10): newest}
 
 
 async def test_a_blob_work_without_owner_is_claimed_for_a_runner(queue: Queue) -> None:
@@ -718,6 +776,221 @@ async def test_who_resigns_is_followed_at_once(queue: Queue) -> None:
     assert taken.epoch > first.epoch
 
 
+# -- credit ----------------------------------------------------------------------------------------------------------
+
+
+def credit(works: int = 4, *, share: int = 2, expires_ms: int = NOW + 1_000) -> Credit:
+    return Credit(InFlight(works, works * 512, works * 2**40), share, expires_ms)
+
+
+PLACE = ("gpu:0/a ü", "inter\tactive")
+
+
+async def give(
+    queue: Queue, places: dict[Place, Credit], session: Session = ME, *, epoch: int = 5, now_ms: int = NOW
+) -> bool:
+    return await queue.give_credit({session: places}, epoch=epoch, now_ms=now_ms)
+
+
+async def credits_of(queue: Queue, session: Session = ME, *, now_ms: int = NOW) -> dict[Place, Credit]:
+    renewed = await renew(queue, session, now_ms=now_ms)
+    assert renewed is not None
+    return dict(renewed.credits)
+
+
+async def test_a_session_hears_of_its_own_credits_at_its_renewal(queue: Queue) -> None:
+    await register(queue)
+    await register(queue, OTHER)
+    mine, theirs = {PLACE: credit(4), ("b", "c"): credit(0, share=0)}, {PLACE: credit(1)}
+
+    assert await queue.give_credit({ME: mine, OTHER: theirs}, epoch=5, now_ms=NOW)
+
+    assert await credits_of(queue) == mine
+    assert await credits_of(queue, OTHER) == theirs
+
+
+async def test_giving_credit_replaces_what_a_session_had_and_leaves_the_others_theirs(queue: Queue) -> None:
+    await register(queue)
+    await register(queue, OTHER)
+    await queue.give_credit({ME: {("a", "x"): credit(1)}, OTHER: {PLACE: credit(3)}}, epoch=5, now_ms=NOW)
+
+    await give(queue, {("b", "x"): credit(2)})
+
+    assert await credits_of(queue) == {("b", "x"): credit(2)}
+    assert await credits_of(queue, OTHER) == {PLACE: credit(3)}
+
+
+async def test_giving_credit_repeats_the_same(queue: Queue) -> None:
+    await register(queue)
+
+    answers = [await give(queue, {PLACE: credit()}) for _ in range(2)]
+
+    assert answers == [True, True]
+    assert await credits_of(queue) == {PLACE: credit()}
+
+
+async def test_no_credit_takes_it_away_and_a_late_call_does_not_bring_it_back(queue: Queue) -> None:
+    await register(queue)
+    await give(queue, {PLACE: credit()}, now_ms=NOW)
+    await give(queue, {}, now_ms=NOW + 10)
+
+    late = await give(queue, {PLACE: credit()}, now_ms=NOW + 9)
+
+    assert late
+    assert await credits_of(queue) == {}
+
+
+async def test_a_new_leader_s_credit_counts_although_its_clock_is_behind(queue: Queue) -> None:
+    await register(queue)
+    await give(queue, {PLACE: credit(9)}, epoch=5, now_ms=NOW + 50)
+
+    await give(queue, {PLACE: credit(1)}, epoch=6, now_ms=NOW)
+
+    assert await credits_of(queue) == {PLACE: credit(1)}
+
+
+async def test_expired_credit_is_not_told(queue: Queue) -> None:
+    await register(queue)
+    await give(queue, {("a", "x"): credit(expires_ms=NOW + 1), ("b", "x"): credit(expires_ms=NOW + 2)})
+
+    assert set(await credits_of(queue, now_ms=NOW + 1)) == {("b", "x")}
+    assert (await queue.standing(now_ms=NOW + 2)).credits == {}
+
+
+async def test_credit_of_an_old_epoch_is_refused_and_a_new_one_fences(queue: Queue) -> None:
+    await register(queue)
+    led = await queue.lead("gateway-1", now_ms=NOW, valid_for_ms=2_000)
+
+    old = await give(queue, {PLACE: credit()}, epoch=led.epoch - 1)
+    higher = await queue.give_credit({}, epoch=led.epoch + 1, now_ms=NOW)
+    fenced = await give(queue, {PLACE: credit()}, epoch=led.epoch)
+
+    assert (old, higher, fenced) == (False, True, False)
+    assert await renew(queue) == Renewed(epoch=led.epoch + 1)
+
+
+async def test_only_a_live_session_is_given_credit(queue: Queue) -> None:
+    await register(queue)
+    await give(queue, {PLACE: credit(expires_ms=NOW + 99_000)})
+
+    answers = [
+        await give(queue, {PLACE: credit(8, expires_ms=NOW + 99_000)}, now_ms=NOW + VALID),
+        await give(queue, {PLACE: credit()}, OTHER),
+    ]
+
+    assert answers == [True, True]
+    assert await credits_of(queue, now_ms=NOW + VALID) == {}
+    assert await credits_of(queue, OTHER) == {}
+
+
+@pytest.mark.parametrize("how", ["ended", "swept"])
+async def test_credit_goes_with_its_session(queue: Queue, how: str) -> None:
+    await register(queue)
+    await give(queue, {PLACE: credit(expires_ms=NOW + 99_000)})
+
+    if how == "ended":
+        await queue.end_session(ME)
+    else:
+        await queue.expire_sessions(now_ms=NOW + VALID)
+
+    assert await queue.standing(now_ms=NOW) == Standing()
+    assert await credits_of(queue, Session(ME.id, ME.epoch + 1)) == {}
+
+
+async def test_an_owner_hears_of_the_highest_epoch_and_of_the_snapshot(queue: Queue) -> None:
+    before = await renew(queue)
+    led = await queue.lead("gateway-1", now_ms=NOW, valid_for_ms=2_000)
+    await queue.publish(Snapshot(7, b"{}"), epoch=led.epoch, now_ms=NOW)
+
+    after = await renew(queue)
+
+    assert (before, after) == (Renewed(), Renewed(epoch=led.epoch, snapshot_version=7))
+
+
+# -- the snapshot and what stands ------------------------------------------------------------------------------------
+
+
+async def test_the_newest_snapshot_is_read(queue: Queue) -> None:
+    none = await queue.snapshot()
+    await queue.publish(Snapshot(1, b'{"a":"\\u0000\n"}'), epoch=5, now_ms=NOW)
+
+    assert await queue.publish(Snapshot(2, b"{}"), epoch=5, now_ms=NOW)
+
+    assert none is None
+    assert await queue.snapshot() == Snapshot(2, b"{}")
+
+
+async def test_a_snapshot_of_any_bytes_up_to_its_bound_is_kept_whole(queue: Queue) -> None:
+    whole = Snapshot(2**50, bytes(range(256)) * (SNAPSHOT_MAX_BYTES // 256))
+
+    assert await queue.publish(whole, epoch=5, now_ms=NOW)
+
+    assert await queue.snapshot() == whole
+    with pytest.raises(ValueError, match="expected at most 4194304"):
+        await queue.publish(Snapshot(2**50 + 1, whole.content + b"x"), epoch=5, now_ms=NOW)
+
+
+async def test_a_snapshot_that_comes_late_changes_nothing(queue: Queue) -> None:
+    await queue.publish(Snapshot(9, b"new"), epoch=5, now_ms=NOW)
+
+    answers = [await queue.publish(Snapshot(version, b"late"), epoch=5, now_ms=NOW) for version in (8, 9)]
+
+    assert answers == [True, True]
+    assert await queue.snapshot() == Snapshot(9, b"new")
+
+
+async def test_a_new_leader_s_snapshot_counts_whatever_its_version(queue: Queue) -> None:
+    await queue.publish(Snapshot(9, b"old"), epoch=5, now_ms=NOW)
+
+    answers = [await queue.publish(Snapshot(1, b"new"), epoch=epoch, now_ms=NOW) for epoch in (6, 5)]
+
+    assert answers == [True, False]
+    assert await queue.snapshot() == Snapshot(1, b"new")
+
+
+async def test_a_new_leader_reads_all_that_was_granted_and_allowed(queue: Queue) -> None:
+    await register(queue)
+    await register(queue, OTHER)
+    blob = replace(work("b", 2, blob=True), avoid=frozenset({"gpu,1", "gpu/ü"}), max_tokens=7)
+    await enqueue(queue, work("a", 1), work("waits"), blob)
+    await enqueue(queue, work("c/d", 3), session=OTHER)
+    claimed = await queue.claim_many([grant("a"), grant("b", attempt=3), grant("c/d")], now_ms=NOW)
+    await give(queue, {PLACE: credit()}, OTHER)
+
+    stands = await queue.standing(now_ms=NOW)
+
+    works = (replace(work("a", 1), attempt=1), replace(blob, attempt=3), replace(work("c/d", 3), attempt=1))
+    grants = (grant("a"), grant("b", attempt=3), grant("c/d"))
+    expected = [Outstanding(one, leave, made) for one, leave, made in zip(works, grants, claimed, strict=True) if made]
+    assert sorted(stands.outstanding, key=lambda one: one.work.id) == expected
+    assert stands.credits == {OTHER: {PLACE: credit()}}
+
+
+async def test_what_was_settled_requeued_or_swept_stands_no_more(queue: Queue) -> None:
+    await register(queue)
+    await enqueue(queue, work("a"), work("b"), work("c", blob=True), work("d"))
+    await claim(queue, *(grant(one) for one in "abcd"))
+    await settle(queue, "a", attempt=1)
+    await queue.requeue_many([work("b")], session=ME, now_ms=NOW)
+    left = [one.work.id for one in (await queue.standing(now_ms=NOW)).outstanding]
+
+    await queue.end_session(ME)
+
+    assert left == ["c", "d"]
+    assert await queue.standing(now_ms=NOW) == Standing()
+
+
+async def test_very_many_grants_stand_each_once(queue: Queue) -> None:
+    await register(queue)
+    works = [work(f"w{i:04}", i) for i in range(1_100)]
+    await queue.enqueue_many(works, session=ME, max_queue={"interactive": 2_000}, now_ms=NOW)
+    await claim(queue, *(grant(one.id) for one in works))
+
+    stands = await queue.standing(now_ms=NOW)
+
+    assert [one.work.id for one in stands.outstanding] == [one.id for one in works]
+
+
 # -- bells and the store ---------------------------------------------------------------------------------------------
 
 
@@ -786,6 +1059,26 @@ async def test_with_everything_settled_and_all_sessions_ended_nothing_waits_and_
     assert (ended.requeued, ended.owner_gone) == ((), ())
     assert await look(queue) == Waiting()
     assert await queue.sessions(now_ms=NOW) == {}
+
+
+async def test_a_loss_of_all_data_loses_credit_and_snapshot_and_they_are_written_again(queue: Queue) -> None:
+    await register(queue)
+    await give(queue, {PLACE: credit()})
+    await queue.publish(Snapshot(3, b"{}"), epoch=5, now_ms=NOW)
+    await lose_everything(queue)
+    again = Session(ME.id, ME.epoch + 1)
+
+    lost = await renew(queue, again), await queue.snapshot(), await queue.standing(now_ms=NOW)
+    await give(queue, {PLACE: credit()}, again)
+    await queue.publish(Snapshot(3, b"{}"), epoch=5, now_ms=NOW)
+
+    assert lost == (Renewed(), None, Standing())
+    assert await renew(queue, again) == Renewed({PLACE: credit()}, 5, 3)
+
+
+async def within_5_s(what: Awaitable[None]) -> None:
+    async with asyncio.timeout(5):
+        await what
 
 
 async def lose_everything(queue: Queue) -> None:

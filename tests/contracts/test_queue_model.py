@@ -15,7 +15,17 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from gateway.queue.base import SETTLED_KEEP_MS, InFlight, Queue, QueueUnavailable, Session, SessionReport
+from gateway.queue.base import (
+    SETTLED_KEEP_MS,
+    Credit,
+    InFlight,
+    Place,
+    Queue,
+    QueueUnavailable,
+    Session,
+    SessionReport,
+    Snapshot,
+)
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.queue.redis_queue import RedisQueue, connect
 from policies.vocabulary import BodyAt, Grant, Work
@@ -50,10 +60,27 @@ GRANTS = st.builds(
     attempt=st.integers(1, 3),
     expires_s=st.just(9.25),
 )
-REPORTS = st.dictionaries(
-    st.tuples(st.just("g"), st.sampled_from(["interactive", "bulk"])),
-    st.builds(InFlight, st.integers(0, 9), st.integers(0, 99), st.integers(0, 99)),
-    max_size=2,
+PLACES = st.tuples(st.just("g"), st.sampled_from(["interactive", "bulk"]))
+SUMS = st.builds(InFlight, st.integers(0, 9), st.integers(0, 99), st.integers(0, 99))
+REPORTS = st.builds(
+    SessionReport,
+    in_flight=st.dictionaries(PLACES, SUMS, max_size=2),
+    started=st.dictionaries(PLACES, SUMS, max_size=1),
+    grants_seq=st.sampled_from([0, START_MS * 1024]),
+)
+CREDITS = st.dictionaries(
+    SESSIONS,
+    st.dictionaries(
+        PLACES,
+        st.builds(
+            Credit,
+            allowed=SUMS,
+            share=st.integers(0, 3),
+            expires_ms=st.integers(START_MS, START_MS + 5_000),
+        ),
+        max_size=2,
+    ),
+    max_size=3,
 )
 
 Call = Callable[[Queue], Coroutine[Any, Any, Any]]
@@ -73,7 +100,7 @@ class SameQueues(RuleBasedStateMachine):
         self.memory = MemoryQueue(lambda: self.now_ms)
         self.redis = RedisQueue(connect(self.url), log=structlog.get_logger(), rng=random.Random(1), pool=self.pool)
         for session in OWNERS:
-            self.renew(session=session, report={}, late_ms=0)
+            self.renew(session=session, report=SessionReport(), late_ms=0, ring=False)
 
     def teardown(self) -> None:
         async def leave() -> None:
@@ -103,10 +130,20 @@ class SameQueues(RuleBasedStateMachine):
             self.memory.forget()
             self.runner.run(flush())
 
-    @rule(session=SESSIONS, report=REPORTS, late_ms=st.sampled_from([0, 0, 700]))
-    def renew(self, session: Session, report: SessionReport, late_ms: int) -> None:
+    @rule(session=SESSIONS, report=REPORTS, late_ms=st.sampled_from([0, 0, 700]), ring=st.booleans())
+    def renew(self, session: Session, report: SessionReport, late_ms: int, ring: bool) -> None:
         now_ms = self.now_ms - late_ms
-        self.same(lambda queue: queue.renew_session(session, now_ms=now_ms, valid_for_ms=5_000, report=report))
+        self.same(
+            lambda queue: queue.renew_session(session, now_ms=now_ms, valid_for_ms=5_000, report=report, ring=ring)
+        )
+
+    @rule(credits=CREDITS, epoch=EPOCHS, late_ms=st.sampled_from([0, 0, 1, 700]))
+    def give(self, credits: dict[Session, dict[Place, Credit]], epoch: int, late_ms: int) -> None:
+        self.same(lambda queue: queue.give_credit(credits, epoch=epoch, now_ms=self.now_ms - late_ms))
+
+    @rule(version=st.integers(0, 3), content=st.binary(max_size=3), epoch=EPOCHS)
+    def publish(self, version: int, content: bytes, epoch: int) -> None:
+        self.same(lambda queue: queue.publish(Snapshot(version, content), epoch=epoch, now_ms=self.now_ms))
 
     @rule(session=SESSIONS)
     def end(self, session: Session) -> None:
@@ -176,6 +213,8 @@ class SameQueues(RuleBasedStateMachine):
         if hasattr(self, "redis"):
             self.same(lambda queue: queue.peek(bounds={}, default_bound=99, now_ms=self.now_ms))
             self.same(lambda queue: queue.sessions(now_ms=self.now_ms))
+            self.same(lambda queue: queue.standing(now_ms=self.now_ms))
+            self.same(lambda queue: queue.snapshot())
             self.runner.run(check_keys(self.redis._client, self.pool))
 
 

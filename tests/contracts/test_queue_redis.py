@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
@@ -21,17 +22,23 @@ from structlog.testing import CapturingLogger
 
 from gateway.queue import redis_queue
 from gateway.queue.base import (
+    Claimed,
+    Credit,
     Enqueued,
     Expired,
     GrantTaken,
+    InFlight,
     Leadership,
     Queue,
     QueueUnavailable,
+    Renewed,
     Session,
     SessionLost,
+    SessionReport,
     Settled,
+    Snapshot,
 )
-from gateway.queue.keys import pool_channel, session_channel
+from gateway.queue.keys import SCHEMA, TABLE, pool_channel, schema_key, session_channel
 from gateway.queue.redis_queue import RedisQueue, connect
 from policies.vocabulary import BodyAt, Grant, Work
 from tests.queue_checks import check_keys
@@ -40,6 +47,7 @@ from tests.redis_servers import KINDS, Server, binary, serving
 NOW = 1_800_000_000_000
 ME = Session("gateway-1", 1)
 BOUNDS = {"interactive": 100}
+CREDITS = {("gpu 0", "interactive"): Credit(InFlight(4, 2_048, 512), 2, NOW + 1_000)}
 
 
 def work(work_id: str, *, blob: bool = False, attempt: int = 0) -> Work:
@@ -62,8 +70,16 @@ async def queue_at(url: str, *, pool: str = "default", timeout_s: float = 2.0) -
         await queue.close()
 
 
+async def renew(queue: Queue, session: Session = ME, *, now_ms: int = NOW) -> Renewed | None:
+    return await queue.renew_session(session, now_ms=now_ms, valid_for_ms=5_000, report=SessionReport())
+
+
 async def register(queue: Queue, session: Session = ME) -> bool:
-    return await queue.renew_session(session, now_ms=NOW, valid_for_ms=5_000, report={})
+    return await renew(queue, session) is not None
+
+
+async def claim(queue: Queue, *grants: Grant) -> list[bool]:
+    return [one is not None for one in await queue.claim_many(grants, now_ms=NOW)]
 
 
 async def enqueue(queue: Queue, *works: Work, session: Session = ME) -> list[Enqueued]:
@@ -78,8 +94,13 @@ async def whole_life(queue: Queue) -> None:
     await queue.rescore_many([("a", 1.0)], epoch=led.epoch, now_ms=NOW)
     await queue.peek(bounds={}, default_bound=10, now_ms=NOW)
     grants = [Grant(one, "gpu 0", led.epoch, 1, NOW / 1000) for one in ("a", "b")]
-    assert await queue.claim_many(grants, now_ms=NOW) == [True, True]
+    assert await claim(queue, *grants) == [True, True]
     assert len(await queue.take_grants(ME, after_seq=0)) == 2
+    assert await queue.give_credit({ME: CREDITS}, epoch=led.epoch, now_ms=NOW)
+    assert await queue.publish(Snapshot(1, b"{}"), epoch=led.epoch, now_ms=NOW)
+    assert await renew(queue) == Renewed(CREDITS, led.epoch, 1)
+    assert len((await queue.standing(now_ms=NOW)).outstanding) == 2
+    assert await queue.snapshot() == Snapshot(1, b"{}")
     assert await queue.requeue_many([work("b", blob=True, attempt=1)], session=ME, now_ms=NOW) == [True]
     assert await queue.settle_many([("a", 1), ("b", 1), ("c", 0)], session=ME, now_ms=NOW) == [Settled.DONE] * 3
     await queue.expire_sessions(now_ms=NOW, after_seq=0)
@@ -100,11 +121,11 @@ def test_the_contract_runs_on_every_kind_of_server(kind: str) -> None:
 
 
 def test_scripts_touch_only_keys_that_they_were_given() -> None:
-    allowed = {"SESSIONS", "LEADER", "WORKS", "WAITING", "DEPTHS", "OWNED", "GRANTS", "SETTLED", "SWEPT"}
+    allowed = {*(key.name.upper() for key in TABLE), "POOL_SCHEMA"}
     scripts = [
         one for one in resources.files("gateway.queue").joinpath("scripts").iterdir() if one.name.endswith(".lua")
     ]
-    assert len(scripts) == 12
+    assert len(scripts) == 15
 
     for script in scripts:
         calls = re.findall(r"redis\.p?call\('(\w+)',\s*([^,)]+)", script.read_text())
@@ -299,10 +320,13 @@ async def test_a_full_server_refuses_new_work_and_loses_nothing_that_it_took() -
                 await enqueue(queue, work("d"))
 
             later = NOW + 400
-            assert await queue.renew_session(ME, now_ms=later, valid_for_ms=5_000, report={})
+            assert await renew(queue, now_ms=later)
             assert (await queue.lead("gateway-1", now_ms=later, valid_for_ms=2_000)).expires_ms == later + 2_000
             grants = [Grant(one, "gpu 0", led.epoch, 1, NOW / 1000) for one in ("a", "b")]
-            assert await queue.claim_many(grants, now_ms=NOW) == [True, True]
+            assert await claim(queue, *grants) == [True, True]
+            assert await queue.give_credit({ME: CREDITS}, epoch=led.epoch + 1, now_ms=NOW)
+            assert await queue.publish(Snapshot(1, b"{}"), epoch=led.epoch + 1, now_ms=NOW)
+            led = replace(led, epoch=led.epoch + 1)
             assert await queue.requeue_many([work("b", blob=True)], session=ME, now_ms=NOW) == [True]
             assert await queue.rescore_many([("b", 9.0)], epoch=led.epoch, now_ms=NOW) == [True]
             unknown_first = [("unknown", 0), ("a", 1)]
@@ -329,11 +353,15 @@ async def test_works_whose_session_record_was_lost_are_swept() -> None:
             await register(queue, Session("alive", 1))
             await enqueue(queue, work("a"))
             await enqueue(queue, work("b"), session=Session("alive", 1))
-            await queue._client.hdel(queue._keys[0], "gateway-1/1")
+            for session in (ME, Session("alive", 1), Session("idle", 1)):
+                await register(queue, session)
+                await queue.give_credit({session: CREDITS}, epoch=5, now_ms=NOW)
+            await queue._client.hdel(queue._keys[0], "gateway-1/1", "idle/1")
 
             expired = await queue.expire_sessions(now_ms=NOW)
 
-            assert (expired.owner_gone, expired.sessions) == (("a",), ("gateway-1",))
+            assert (expired.owner_gone, expired.sessions) == (("a",), ("gateway-1", "idle"))
+            assert set((await queue.standing(now_ms=NOW)).credits) == {Session("alive", 1)}
             await check_keys(queue._client, "default")
 
 
@@ -400,13 +428,24 @@ async def prepared(queue: Queue) -> None:
     await queue.claim_many([], now_ms=NOW)
     await enqueue(queue, work("waits"), work("runs"), work("failed"), work("blob", blob=True))
     await queue.claim_many([grant("runs"), grant("failed")], now_ms=NOW)
+    await queue.give_credit({ME: CREDITS}, epoch=5, now_ms=NOW)
+    await queue.publish(Snapshot(1, b"1"), epoch=5, now_ms=NOW)
 
 
 CALLS: dict[str, tuple[Callable[[Queue], Awaitable[Any]], Callable[[Any], bool]]] = {
-    "renew": (register, lambda answer: answer is True),
-    "register": (lambda queue: register(queue, Session("new", 1)), lambda answer: answer is True),
+    "renew": (renew, lambda answer: answer == Renewed(CREDITS, 5, 1)),
+    "register": (lambda queue: renew(queue, Session("new", 1)), lambda answer: answer == Renewed({}, 5, 1)),
     "enqueue": (lambda queue: enqueue(queue, work("new")), lambda answer: answer == [Enqueued.QUEUED]),
-    "claim": (lambda queue: queue.claim_many([grant("waits")], now_ms=NOW), lambda answer: answer == [True]),
+    "claim": (
+        lambda queue: queue.claim_many([grant("waits")], now_ms=NOW),
+        lambda answer: answer == [Claimed(ME, NOW * 1024 + 2)],
+    ),
+    "give": (lambda queue: queue.give_credit({ME: {}}, epoch=5, now_ms=NOW + 1), lambda answer: answer is True),
+    "publish": (lambda queue: queue.publish(Snapshot(2, b"2"), epoch=6, now_ms=NOW), lambda answer: answer is True),
+    "standing": (
+        lambda queue: queue.standing(now_ms=NOW),
+        lambda answer: len(answer.outstanding) == 2 and answer.credits == {ME: CREDITS},
+    ),
     "take": (
         lambda queue: queue.take_grants(ME, after_seq=0),
         lambda answer: [one.grant.work_id for one in answer if isinstance(one, GrantTaken)] == ["runs", "failed"],
@@ -466,8 +505,7 @@ async def test_a_call_whose_reply_was_lost_is_repeated_with_the_same_answer_and_
 async def contents(queue: RedisQueue) -> dict[str, Any]:
     """All that a pool holds, by key name."""
     found: dict[str, Any] = {}
-    for key in queue._keys:
-        name = key.rpartition(":")[2]
+    for name, key in queue._key.items():
         if await queue._client.type(key) == b"hash":
             found[name] = await queue._client.hgetall(key)
         else:
@@ -487,3 +525,24 @@ async def test_nothing_is_retried_behind_the_caller_s_back(valkey: Server) -> No
         after = (await queue._client.info("commandstats"))["cmdstat_evalsha"]["calls"]
         assert after - before <= 2
         assert proxy.lost == 1
+
+
+# -- schemas ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pool_that_moved_on_to_a_newer_schema_is_left_alone(valkey: Server) -> None:
+    async with queue_at(valkey.url, pool="newer") as queue:
+        await queue._client.set(schema_key("newer"), SCHEMA + 1)
+
+        for call in (register(queue), queue.lead("gateway-1", now_ms=NOW, valid_for_ms=2_000)):
+            with pytest.raises(QueueUnavailable, match="speaks schema 2: expected 1; upgrade this process"):
+                await call
+
+        assert [key async for key in queue._client.scan_iter(match="hr:{newer}*")] == [b"hr:{newer}:schema"]
+        await queue._client.flushdb()
+
+
+def test_scripts_and_keys_are_of_one_schema() -> None:
+    shared = resources.files("gateway.queue").joinpath("scripts", "record.lua").read_text()
+
+    assert f"\nlocal SCHEMA = {SCHEMA}\n" in shared

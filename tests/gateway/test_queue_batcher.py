@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import pytest
 
-from gateway.queue.base import Enqueued, QueueUnavailable, Session, Settled, Waiting
+from gateway.queue.base import Enqueued, QueueUnavailable, Session, SessionReport, Settled, Waiting
 from gateway.queue.batcher import BATCH_MAX, Batcher
 from gateway.queue.memory_queue import MemoryQueue
 from policies.vocabulary import Work
@@ -42,7 +42,7 @@ class Gate(MemoryQueue):
 @pytest.fixture
 async def gate() -> Gate:
     gate = Gate()
-    await gate.renew_session(ME, now_ms=NOW, valid_for_ms=5_000, report={})
+    await gate.renew_session(ME, now_ms=NOW, valid_for_ms=5_000, report=SessionReport())
     return gate
 
 
@@ -145,7 +145,7 @@ async def test_a_failure_reaches_every_caller_as_its_own_instance(gate: Gate, ba
 
 async def test_works_of_two_sessions_are_not_mixed(gate: Gate) -> None:
     sessions = iter([ME, Session("gateway-1", 2), ME])
-    await gate.renew_session(Session("gateway-1", 2), now_ms=NOW, valid_for_ms=5_000, report={})
+    await gate.renew_session(Session("gateway-1", 2), now_ms=NOW, valid_for_ms=5_000, report=SessionReport())
 
     async with Batcher(gate, session=lambda: next(sessions), now_ms=lambda: NOW) as batcher:
         await asyncio.gather(*(batcher.enqueue(work(one), max_queue=BOUNDS) for one in "abc"))

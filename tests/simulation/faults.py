@@ -18,15 +18,21 @@ from enum import StrEnum
 from typing import TypeVar
 
 from gateway.queue.base import (
+    Claimed,
+    Credit,
     Enqueued,
     Expired,
     GrantTaken,
     Leadership,
+    Place,
     Queue,
     QueueUnavailable,
+    Renewed,
     Session,
     SessionReport,
     Settled,
+    Snapshot,
+    Standing,
     Waiting,
 )
 from policies.vocabulary import Grant, Work
@@ -175,12 +181,16 @@ class FaultyQueue:
         self.away = False
         self._faults = QueueFaults()
 
-    async def renew_session(self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport) -> bool:
+    async def renew_session(
+        self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport, ring: bool = False
+    ) -> Renewed | None:
         return await self._call(
-            lambda: self._queue.renew_session(session, now_ms=now_ms, valid_for_ms=valid_for_ms, report=report)
+            lambda: self._queue.renew_session(
+                session, now_ms=now_ms, valid_for_ms=valid_for_ms, report=report, ring=ring
+            )
         )
 
-    async def sessions(self, *, now_ms: int) -> Mapping[str, SessionReport]:
+    async def sessions(self, *, now_ms: int) -> Mapping[Session, SessionReport]:
         return await self._call(lambda: self._queue.sessions(now_ms=now_ms))
 
     async def end_session(self, session: Session) -> Expired:
@@ -205,8 +215,22 @@ class FaultyQueue:
     async def peek(self, *, bounds: Mapping[str, int], default_bound: int, now_ms: int) -> Waiting:
         return await self._call(lambda: self._queue.peek(bounds=bounds, default_bound=default_bound, now_ms=now_ms))
 
-    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None) -> list[bool]:
+    async def claim_many(
+        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
+    ) -> list[Claimed | None]:
         return await self._call(lambda: self._queue.claim_many(grants, now_ms=now_ms, runner=runner))
+
+    async def give_credit(self, credits: Mapping[Session, Mapping[Place, Credit]], *, epoch: int, now_ms: int) -> bool:
+        return await self._call(lambda: self._queue.give_credit(credits, epoch=epoch, now_ms=now_ms))
+
+    async def publish(self, snapshot: Snapshot, *, epoch: int, now_ms: int) -> bool:
+        return await self._call(lambda: self._queue.publish(snapshot, epoch=epoch, now_ms=now_ms))
+
+    async def snapshot(self) -> Snapshot | None:
+        return await self._call(self._queue.snapshot)
+
+    async def standing(self, *, now_ms: int) -> Standing:
+        return await self._call(lambda: self._queue.standing(now_ms=now_ms))
 
     async def take_grants(self, session: Session, *, after_seq: int) -> list[GrantTaken]:
         return await self._call(lambda: self._queue.take_grants(session, after_seq=after_seq))

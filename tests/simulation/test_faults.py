@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.queue.base import QueueUnavailable, Session
+from gateway.queue.base import QueueUnavailable, Session, SessionReport
 from gateway.queue.memory_queue import MemoryQueue
 from policies.vocabulary import Work
 from tests.simulation.faults import FaultyQueue, QueueFaults
@@ -21,7 +21,7 @@ WORK = Work("w", "bulk", "tenant", "model", "/v1/completions", accepted_s=0.0, r
 
 async def with_session(faults: QueueFaults) -> tuple[MemoryQueue, FaultyQueue]:
     store = MemoryQueue(lambda: 0)
-    await store.renew_session(SESSION, now_ms=0, valid_for_ms=60_000, report={})
+    await store.renew_session(SESSION, now_ms=0, valid_for_ms=60_000, report=SessionReport())
     return store, FaultyQueue(store, faults, random.Random(1))
 
 

@@ -3,7 +3,7 @@
 -- KEYS     the pool's table
 -- ARGV     1 now_ms, 2 leader_keep_ms, 3 prefix of session bells, 4 session that runs works without an owner ("" none),
 --          then per grant: id, engine, epoch, attempt, expires_ms
--- returns  per grant 1 granted (also by this very claim before), 0 not
+-- returns  flat, per grant: the owner it was made for and its seq (also by this very claim before), "" and "" when not
 -- O(grants * log waiting)
 local now_ms, keep_ms, bells, runner = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local highest = tonumber(redis.call('HGET', LEADER, 'epoch') or '0')
@@ -13,15 +13,16 @@ local rung = {}
 if runner ~= '' and redis.call('HEXISTS', SESSIONS, runner) == 0 then runner = '' end
 
 local function claim(id, engine, epoch, attempt, expires_ms)
-  if tonumber(epoch) < highest then return 0 end
+  if tonumber(epoch) < highest then return '', '' end
   highest = tonumber(epoch)
   local work = read_work(id)
-  if not work then return 0 end
+  if not work then return '', '' end
   if work.state == 'g' then
-    return work.epoch == epoch and work.attempt == attempt and work.engine == engine and 1 or 0
+    if work.epoch ~= epoch or work.attempt ~= attempt or work.engine ~= engine then return '', '' end
+    return work.owner, work.seq
   end
-  if tonumber(attempt) <= tonumber(work.attempt) then return 0 end
-  if work.owner == '' and runner == '' then return 0 end
+  if tonumber(attempt) <= tonumber(work.attempt) then return '', '' end
+  if work.owner == '' and runner == '' then return '', '' end
   leave(work)
   if work.owner == '' then
     work.owner = runner
@@ -32,12 +33,12 @@ local function claim(id, engine, epoch, attempt, expires_ms)
   redis.call('ZADD', GRANTS, 0, grant_member(work))
   write_work(work)
   rung[work.owner] = true
-  return 1
+  return work.owner, work.seq
 end
 
 local answers = {}
 for i = 5, #ARGV, 5 do
-  answers[#answers + 1] = claim(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4])
+  answers[#answers + 1], answers[#answers + 2] = claim(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4])
 end
 write_depths()
 if highest > seen then

@@ -2,7 +2,7 @@
 --
 -- KEYS     the pool's table
 -- ARGV     1 session, 2 now_ms, 3 settled_keep_ms, 4 the pool's bell, 5 number of classes c,
---          then c times: class, bound; then per work: id, queue, rank, attempt, body, json
+--          then c times: class, bound; then per work: id, queue, rank, attempt, body, avoid, json
 -- returns  per work 1 queued, 2 full, 3 taken; false when the session is not registered
 -- O(works * log waiting)
 local owner, now_ms, keep_ms, bell, classes = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
@@ -40,9 +40,9 @@ local function enqueue(work)
 end
 
 local answers = {}
-for i = first, #ARGV, 6 do
+for i = first, #ARGV, 7 do
   answers[#answers + 1] = enqueue({id = ARGV[i], owner = owner, queue = ARGV[i + 1], rank = ARGV[i + 2],
-    attempt = ARGV[i + 3], body = ARGV[i + 4], json = ARGV[i + 5]})
+    attempt = ARGV[i + 3], body = ARGV[i + 4], avoid = ARGV[i + 5], further = '', json = ARGV[i + 6]})
 end
 if next(depth_changes) then
   write_depths()

@@ -8,6 +8,9 @@
 -- O(1)
 local candidate, now_ms, valid_for_ms, keep_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 
+local newer = newer_schema()
+if newer then return newer end
+
 -- A removal first: see record.lua about memory.
 redis.call('HDEL', LEADER, '')
 

@@ -4,13 +4,15 @@
 --
 -- A record is one line of tab-separated fields and, after a newline, the work as JSON, which no script reads:
 --   state (w waiting, g granted), owner (a session; "" for a blob work that nobody runs), attempt, body (o owner, b blob),
---   queue (class/tenant), rank, and for a granted work epoch, engine, expires_ms, seq.
+--   queue (class/tenant), rank, for a granted work epoch, engine, expires_ms, seq, and the engines to avoid (e,e,...).
+-- Further fields of a newer release are kept as they are, in whichever state the work goes on.
 -- Times and epochs stay text where possible: Lua prints a large number as 1.8e+12.
 --
 -- Memory: a full server refuses the first write of a script when that write could grow memory, and none after it. Enqueue
 -- therefore begins with such a write (it is to be refused whole), and all that ends or keeps alive what was accepted
 -- begins with a removal (it must go through).
-local SESSIONS, LEADER, WORKS, WAITING, DEPTHS, OWNED, GRANTS, SETTLED, SWEPT = unpack(KEYS)
+local SESSIONS, LEADER, WORKS, WAITING, DEPTHS, OWNED, GRANTS, SETTLED, SWEPT, CREDITS, SNAPSHOT, POOL_SCHEMA = unpack(KEYS)
+local SCHEMA = 1
 
 local function digits(number)
   return string.format('%.0f', number)
@@ -21,14 +23,34 @@ local function read_work(id)
   if not text then return nil end
   local work = {id = id}
   work.state, work.owner, work.attempt, work.body, work.queue, work.rank,
-    work.epoch, work.engine, work.expires_ms, work.seq, work.json = string.match(text,
-    '^(%a)\t([^\t]*)\t(%d+)\t(%a)\t([^\t]*)\t(%x+)\t(%d*)\t([^\t]*)\t(%d*)\t(%d*)\n(.*)$')
+    work.epoch, work.engine, work.expires_ms, work.seq, work.avoid, work.further, work.json = string.match(text,
+    '^(%a)\t([^\t]*)\t(%d+)\t(%a)\t([^\t]*)\t(%x+)\t(%d*)\t([^\t]*)\t(%d*)\t(%d*)\t([^\t\n]*)([^\n]*)\n(.*)$')
   return work
 end
 
 local function write_work(work)
   redis.call('HSET', WORKS, work.id, table.concat({work.state, work.owner, work.attempt, work.body, work.queue,
-    work.rank, work.epoch, work.engine, work.expires_ms, work.seq}, '\t') .. '\n' .. work.json)
+    work.rank, work.epoch, work.engine, work.expires_ms, work.seq, work.avoid}, '\t') .. work.further .. '\n' .. work.json)
+end
+
+local function session_expires_ms(record)
+  return tonumber(string.match(record, '^%d+\t(%d+)'))
+end
+
+-- What to answer when the pool has moved on to a schema that this release does not speak; nil when it has not.
+local function newer_schema()
+  local schema = tonumber(redis.call('GET', POOL_SCHEMA) or '1')
+  return schema > SCHEMA and redis.error_reply('NEWERSCHEMA ' .. schema) or nil
+end
+
+-- True when a higher leader epoch was seen; else this one is the highest from now on.
+local function fenced(epoch, keep_ms)
+  local highest = tonumber(redis.call('HGET', LEADER, 'epoch') or '0')
+  if tonumber(epoch) > highest then
+    redis.call('HSET', LEADER, 'epoch', epoch)
+    redis.call('PEXPIRE', LEADER, keep_ms)
+  end
+  return tonumber(epoch) < highest
 end
 
 local function owned_member(work)

@@ -43,6 +43,7 @@ end
 -- True when nothing is left.
 local function sweep(owner)
   redis.call('HDEL', SESSIONS, owner)
+  redis.call('HDEL', CREDITS, owner)
   local members = redis.call('ZRANGEBYLEX', OWNED, '[' .. owner .. '/', '(' .. owner .. '0', 'LIMIT', 0, left + 1)
   for i = 1, math.min(left, #members) do sweep_work(owner, string.sub(members[i], #owner + 2)) end
   if #members > left then return false end
@@ -55,7 +56,7 @@ local function expired_sessions()
   local answer, alive = {}, {}
   local all = redis.call('HGETALL', SESSIONS)
   for i = 1, #all, 2 do
-    if tonumber(string.match(all[i + 1], '^%d+\t(%d+)\n')) <= now_ms then
+    if session_expires_ms(all[i + 1]) <= now_ms then
       answer[#answer + 1] = all[i]
     else
       alive[all[i]] = true
@@ -67,11 +68,20 @@ end
 
 local function owners_without_session(alive)
   local answer, from = {}, '-'
+  local function add(owner)
+    if not alive[owner] then
+      alive[owner] = true
+      answer[#answer + 1] = owner
+    end
+  end
+  local credited = redis.call('HKEYS', CREDITS)
+  table.sort(credited)
+  for _, owner in ipairs(credited) do add(owner) end
   while true do
     local member = redis.call('ZRANGEBYLEX', OWNED, from, '+', 'LIMIT', 0, 1)[1]
     if not member then return answer end
     local owner = string.match(member, '^[^/]*/%d+')
-    if not alive[owner] then answer[#answer + 1] = owner end
+    add(owner)
     from = '[' .. owner .. '0'
   end
 end
@@ -79,7 +89,7 @@ end
 local over, more = {}, 0
 if ended ~= '' then
   local known = redis.call('HGET', SESSIONS, ended)
-  seq_base_ms = known and tonumber(string.match(known, '^%d+\t(%d+)\n')) or 0
+  seq_base_ms = known and session_expires_ms(known) or 0
   local owns = redis.call('ZRANGEBYLEX', OWNED, '[' .. ended .. '/', '(' .. ended .. '0', 'LIMIT', 0, 1)
   if known or #owns > 0 then over = {ended} end
 else
