@@ -102,6 +102,10 @@ def _plan(args: argparse.Namespace) -> Plan:
         trace = read_trace(args.trace, class_name=args.class_name)
         for_s = args.for_s if args.for_s is not None else trace[-1].arrival_s / args.rate + 1e-6 - args.from_s
         requests = segment(trace, rate_scale=args.rate, from_s=args.from_s, duration_s=for_s)
+        if not requests:
+            raise SettingsError(
+                f"{args.trace}: no requests from {args.from_s:g} s on for {for_s:g} s; choose another part"
+            )
         backlog = None if args.backlog is None else Backlog(read_lengths(args.backlog), _patient(policy))
     except TraceError as error:
         raise SettingsError(str(error)) from None

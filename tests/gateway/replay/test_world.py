@@ -1,0 +1,238 @@
+"""A replay runs the gateway's own parts: every request once, the same rows everywhere, no knowledge nobody can have."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backends.simulated.profiles import load_profile
+from gateway.replay.host import EngineSpec
+from gateway.replay.rows import COMPLETED, UNFINISHED
+from gateway.replay.trace import Request, read_trace, segment
+from gateway.replay.world import Backlog, Plan, Played, replay
+from policies import sizing, vocabulary
+from policies.document import parse
+from policies.limits import LIMITS
+from policies.schema import Policy
+from policies.vocabulary import Decision
+from tests.gateway.replay.quiet import QUIET
+
+ROOT = Path(__file__).parents[3]
+TRACE = ROOT / "tests/data/azure_conv_10min.csv"
+H100 = load_profile("h100_llama31_8b_tp1")
+RTX4090 = load_profile("rtx4090_llama31_8b_tp1")
+ENGINE = (EngineSpec("e", H100),)
+BULK = Backlog([(2000, 100), (3000, 300), (1000, 200)])
+
+
+def policy(sizing: str = "fixed", *, total: int = 64, bulk: int = 16, more: str = "") -> Policy:
+    text = f"""
+version: 1
+classes:
+  interactive: {{ttft_sla_s: 1.0{more}}}
+  bulk: {{max_age_s: null, min_share: 0}}
+sizing: {{policy: {sizing}, fixed: {{total: {total}, windows: {{interactive: {total}, bulk: {bulk}}}}}}}
+"""
+    return parse(text, "test.yaml")
+
+
+def conversation(seconds: float) -> list[Request]:
+    return segment(read_trace(TRACE), rate_scale=1.0, from_s=0.0, duration_s=seconds)
+
+
+def burst(count: int, at_s: float = 0.0, *, prompt: int = 500, output: int = 20) -> list[Request]:
+    return [Request(at_s + number / 1000, prompt, output) for number in range(count)]
+
+
+def digest(played: Played) -> str:
+    return hashlib.sha256(repr((played.rows, played.seen)).encode()).hexdigest()
+
+
+# -- every request
+
+
+def test_every_request_ends_once_with_its_own_length() -> None:
+    requests = conversation(60)
+
+    played = replay(Plan(ENGINE, policy(), requests), QUIET)
+
+    assert [row.outcome for row in played.rows] == [COMPLETED] * len(requests)
+    sizes = sorted((row.arrival_s, row.prompt_tokens, row.output_tokens) for row in played.rows)
+    assert sizes == sorted((one.arrival_s, one.prompt_tokens, one.output_tokens) for one in requests)
+
+
+def test_a_lone_request_takes_what_its_profile_says() -> None:
+    played = replay(Plan(ENGINE, policy(), [Request(5.0, 1000, 2)]), QUIET)
+
+    (row,) = played.rows
+    step = H100.step_model
+    assert row.sent_s == pytest.approx(5.0)
+    assert row.ttft_s == pytest.approx(step.step_s(0, 0, [(1000, 0)]), rel=1e-4)
+    assert row.first_token_s is not None
+    assert row.end_s - row.first_token_s == pytest.approx(step.step_s(1, 1000), rel=1e-3)
+
+
+def test_what_waits_longer_than_its_class_allows_is_shed() -> None:
+    tight = policy(total=2, bulk=1, more=", max_wait_s: 1, max_queue: 3")
+
+    played = replay(Plan(ENGINE, tight, burst(8, output=400)), QUIET)
+
+    outcomes = [row.outcome for row in played.rows]
+    assert outcomes.count("completed") == 2
+    assert outcomes.count("shed") == 6
+    assert {row.end_s - row.arrival_s > 0.9 for row in played.rows if row.outcome == "shed"} == {True, False}
+
+
+def test_a_class_that_the_trace_names_is_taken() -> None:
+    played = replay(Plan(ENGINE, policy(), [Request(0.0, 10, 5, class_name="bulk"), Request(0.1, 10, 5)]), QUIET)
+
+    assert sorted(row.class_name for row in played.rows) == ["bulk", "interactive"]
+
+
+def test_a_backlog_keeps_its_window_full_and_ends_with_the_run() -> None:
+    plan = Plan(ENGINE, policy(bulk=7), conversation(60), backlog=BULK, duration_s=60.0)
+
+    played = replay(plan, QUIET)
+
+    bulk = [row for row in played.rows if row.class_name == "bulk"]
+    full = [seen.in_flight.get("bulk") for seen in played.seen if 1 < seen.at_s < 60]
+    assert set(full) == {7}
+    assert sum(row.outcome == UNFINISHED for row in bulk) == 7
+    assert all(row.end_s <= 60.0 + 1e-6 for row in bulk)
+    assert sum(row.class_name == "interactive" for row in played.rows) == len(plan.requests)
+
+
+def test_cached_prompt_tokens_are_not_computed_again() -> None:
+    cold, warm = (
+        replay(Plan(ENGINE, policy(), [Request(0.0, 8000, 2, cached_prompt_tokens=cached)]), QUIET).rows[0]
+        for cached in (0, 7000)
+    )
+
+    assert (warm.ttft_s or 0) < 0.3 * (cold.ttft_s or 0)
+
+
+# -- pools, failures, replicas
+
+
+def test_a_spot_engine_gets_nothing_after_its_notice_and_loses_what_ran_at_its_end() -> None:
+    spot = EngineSpec("spot", H100, interrupted_at_s=20.0, notice_s=5.0)
+    plan = Plan((spot, EngineSpec("own", H100)), policy(bulk=4), conversation(40), backlog=BULK, duration_s=40.0)
+
+    played = replay(plan, QUIET)
+
+    sent_s = [row.sent_s for row in played.rows if row.engine == "spot" and row.sent_s is not None]
+    assert 10 < max(sent_s) < 15.0
+    assert {row.outcome for row in played.rows if row.class_name == "interactive"} <= {COMPLETED, "engine_failed"}
+
+
+def test_a_killed_engine_fails_what_it_showed_retries_what_it_did_not_and_comes_back() -> None:
+    dying = EngineSpec("dying", RTX4090, killed_at_s=10.0, down_s=5.0)
+    requests = [Request(9.999, 4000, 50), Request(9.0, 100, 500), *burst(20, 20.0)]
+    plan = Plan((dying, EngineSpec("own", RTX4090)), policy(), sorted(requests, key=lambda one: one.arrival_s), seed=3)
+
+    played = replay(plan, QUIET)
+
+    early = [row for row in played.rows if row.arrival_s < 10]
+    assert {row.outcome for row in early} <= {COMPLETED, "engine_failed"}
+    assert all(row.outcome == COMPLETED for row in played.rows if row.arrival_s >= 20)
+    assert {row.engine for row in played.rows if row.arrival_s >= 20} == {"dying", "own"}
+
+
+def test_foreign_traffic_slows_an_engine_and_leaves_no_rows() -> None:
+    foreign = [("e", Request(number * 0.05, 6000, 200)) for number in range(300)]
+    plan = Plan(ENGINE, policy(), conversation(20))
+
+    alone, beside = replay(plan, QUIET), replay(replace(plan, foreign=foreign), QUIET)
+
+    assert len(alone.rows) == len(beside.rows)
+    assert sum(row.ttft_s or 0 for row in beside.rows) > 2 * sum(row.ttft_s or 0 for row in alone.rows)
+
+
+# -- determinism
+
+
+def varied(seed: int = 1) -> Plan:
+    engines = (EngineSpec("a", RTX4090, killed_at_s=15.0, down_s=5.0), EngineSpec("b", H100))
+    return Plan(engines, policy("rules"), conversation(30), backlog=BULK, duration_s=30.0, seed=seed)
+
+
+def test_the_same_seed_is_the_same_run_in_every_process_and_under_every_hash_seed() -> None:
+    source = "from tests.gateway.replay.test_world import QUIET, digest, replay, varied; print(digest(replay(varied(), QUIET)))"
+    digests = set()
+    for hash_seed in ("0", "1", "31337"):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed}
+        result = subprocess.run(
+            [sys.executable, "-c", source], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60
+        )
+        assert result.returncode == 0, result.stderr
+        digests.add(result.stdout)
+
+    assert len(digests) == 1
+
+
+def test_another_seed_is_another_run() -> None:
+    assert digest(replay(varied(1), QUIET)) != digest(replay(varied(2), QUIET))
+
+
+# -- what policies know
+
+
+@pytest.mark.parametrize("name", sorted(LIMITS))
+def test_lengths_that_nobody_has_seen_change_no_decision(name: str) -> None:
+    """Answers end at other times when lengths are permuted; until the first such end every decision is the same."""
+    requests = conversation(20)
+    lengths = [one.output_tokens for one in requests]
+    random.Random(7).shuffle(lengths)
+    permuted = [replace(one, output_tokens=length) for one, length in zip(requests, lengths, strict=True)]
+    played, decisions = zip(*(logged(name, one) for one in (requests, permuted)), strict=True)
+
+    first_end_s = min(row.end_s for one in played for row in one.rows)
+    before = [[one for one in log if one.at_s < first_end_s + 3.0] for log in decisions]
+    whole = [list(log) for log in decisions]
+
+    assert before[0] == before[1]
+    assert len(before[0]) > 2
+    assert whole[0] != whole[1]
+
+
+def logged(name: str, requests: Sequence[Request]) -> tuple[Played, list[Decision]]:
+    decisions: list[Decision] = []
+    plan = Plan(ENGINE, policy(name, total=6, bulk=4), requests, on_decision=decisions.append)
+    return replay(replace(plan, backlog=Backlog([(500, 900)]), duration_s=20.0), QUIET), decisions
+
+
+def test_views_and_works_have_no_field_for_true_lengths_or_engine_parameters() -> None:
+    seen = {
+        field.name
+        for module in (vocabulary, sizing)
+        for one in vars(module).values()
+        if isinstance(one, type) and dataclasses.is_dataclass(one) and one is not vocabulary.Outcome
+        for field in dataclasses.fields(one)
+    }
+
+    assert "prompt_tokens" in seen
+    assert not [name for name in seen if "output" in name or "step" in name or "length" in name or "profile" in name]
+
+
+# -- speed
+
+
+@pytest.mark.slow
+def test_five_requests_a_second_replay_three_hundred_times_as_fast_as_they_came() -> None:
+    plan = Plan(ENGINE, policy(), segment(read_trace(TRACE), rate_scale=5 / 4.78, from_s=0.0, duration_s=570.0))
+    replay(replace(plan, requests=plan.requests[:100]), QUIET)
+    begun_s = time.process_time()
+
+    played = replay(plan, QUIET)
+
+    assert played.end_s / (time.process_time() - begun_s) > 300
