@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from enum import StrEnum
 from importlib.metadata import version
 from types import TracebackType
 from typing import Self
@@ -29,21 +31,18 @@ from gateway.addresses import parse_listen
 from gateway.admin.api import admin_app
 from gateway.clock import PoolClock
 from gateway.control.catalogue import Catalogue
-from gateway.control.poller import Poller
 from gateway.control.policy_store import PolicyStore
-from gateway.control.presence import Presence
+from gateway.control.poller import Poller
 from gateway.control.roster import Engine, Roster
-from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.ledger import Ledger
-from gateway.dispatch.owner import Owner
+from gateway.dispatch.member import Member
 from gateway.dispatch.service import Service
 from gateway.dispatch.watchdog import Watchdog
 from gateway.ingress.auth import KeyRing
 from gateway.ingress.keys_file import KeysFile
 from gateway.ingress.server import Ingress
 from gateway.logs import Log
-from gateway.queue.base import Expired, Queue
-from gateway.queue.batcher import Batcher
+from gateway.queue.base import Queue
 from gateway.queue.embedded import EmbeddedValkey
 from gateway.queue.redis_queue import RedisQueue, connect
 from gateway.settings import Settings
@@ -59,13 +58,26 @@ from gateway.telemetry import (
 from policies.document import effective
 from policies.limits import FollowingSizing
 from policies.schema import Policy
-from policies.vocabulary import Decision, Outcome
+from policies.vocabulary import Decision, EngineView, Outcome
 
 POOL = "default"
 FIRST_POLL_S = 3.0
 LAG_EVERY_S = 0.5
 DECISIONS_KEPT = 64
 LISTENERS_CLOSE_S = 5.0
+
+
+class Role(StrEnum):
+    """What a process of a gateway does.
+
+    SOLO      everything: accepts requests, and leads the pool when nobody else does
+    DECIDER   polls engines and leads (or waits to); accepts no requests; has the admin listener
+    WORKER    accepts requests; never leads, has no admin listener
+    """
+
+    SOLO = "solo"
+    DECIDER = "decider"
+    WORKER = "worker"
 
 
 class Gateway:
@@ -83,6 +95,8 @@ class Gateway:
         clock: PoolClock | None = None,
         rng: random.Random | None = None,
         sole: bool | None = None,
+        role: Role = Role.SOLO,
+        public_socket: socket.socket | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
         on_decision: Callable[[Decision], None] | None = None,
     ) -> None:
@@ -90,6 +104,8 @@ class Gateway:
 
         queue                     use this one; its owner closes it
         sole                      nobody else shares the queue; by default when it is the embedded one
+        role                      what this process does of all that; see Role
+        public_socket             a bound socket to accept on, instead of settings.listen
         on_outcome, on_decision   told of each, synchronously
         """
         self.settings = settings
@@ -99,6 +115,8 @@ class Gateway:
         self._clock = clock or PoolClock()
         self._rng = rng or random.Random()
         self._sole = sole if sole is not None else queue is None and settings.redis_url is None
+        self._role = role
+        self._public_socket = public_socket
         self._on_outcome = on_outcome
         self._on_decision = on_decision
         self._stack = AsyncExitStack()
@@ -136,33 +154,25 @@ class Gateway:
         self.ledger = Ledger()
         self.roster = Roster(Engine(engine, self.ledger[engine.name], settings.poll_s) for engine in settings.engines)
         session_id = f"{self._rng.getrandbits(64):016x}"
-        self.presence = Presence(
-            queue,
-            self._clock,
-            session_id=session_id,
-            sole=self._sole,
-            rng=self._rng,
-            report=self.ledger.report,
-            on_registered=self._registered,
-            on_expired=self._expired,
-        )
-        batcher = Batcher(queue, session=lambda: self.presence.session, now_ms=self.presence.now_ms)
-        self.owner = Owner(queue, batcher, self.presence, self._clock)
         self.sizing = FollowingSizing(self.store.current)
         self.store.subscribe(self._policy_changed)
-        self.dispatcher = Dispatcher(
-            queue=queue,
-            presence=self.presence,
+        self.member = Member(
+            queue,
+            session_id=session_id,
+            sole=self._sole,
+            candidate=self._role is not Role.WORKER,
             store=self.store,
             sizing=self.sizing,
             roster=self.roster,
             ledger=self.ledger,
             clock=self._clock,
             rng=self._rng,
-            deliver=self.owner.granted,
+            log=self._log,
+            open_kind=self._open_kind,
             sink=self._decided,
+            on_heard=self._heard,
         )
-        self.owner.serve(self.dispatcher)
+        self.presence, self.owner, self.dispatcher = self.member.presence, self.member.owner, self.member.dispatcher
         self.watchdog = Watchdog(self._clock)
         self.service = Service(
             settings=settings,
@@ -184,6 +194,7 @@ class Gateway:
             clock=self._clock,
             poll_s=settings.poll_s,
             rng=self._rng,
+            active=lambda: self.presence.leads,
             on_heard=self._heard,
         )
         self.ingress = Ingress(
@@ -200,24 +211,25 @@ class Gateway:
         stack.push_async_callback(self._close_backends)
         await self.presence.beat()
         stack.push_async_callback(self.presence.leave)
-        await self.poller.once(FIRST_POLL_S)
-        await stack.enter_async_context(batcher)
+        if self.presence.leads:
+            await self.poller.once(FIRST_POLL_S)
+        await self.member.herald.once()
+        await stack.enter_async_context(self.member.batcher)
         stack.push_async_callback(self._flush_owner)
         tasks = await stack.enter_async_context(_Background())
-        for name, run in (
-            ("presence", self.presence.run),
-            ("poller", self.poller.run),
-            ("dispatcher", self.dispatcher.run),
-            ("owner", self.owner.run),
-            ("watchdog", self.watchdog.run),
-            ("policy", self.store.run),
-            ("loop lag", self._watch_lag),
-        ):
-            tasks.start(name, run())
+        runs = dict(self.member.background())
+        runs["policy"] = self.store.run
+        runs["loop lag"] = self._watch_lag
+        if self._role is not Role.WORKER:
+            runs["poller"] = self.poller.run
+        if self._role is not Role.DECIDER:
+            runs["watchdog"] = self.watchdog.run
         if keys is not None:
-            tasks.start("keys", keys.run())
+            runs["keys"] = keys.run
         if self._valkey is not None:
-            tasks.start("valkey", self._valkey.keep_running())
+            runs["valkey"] = self._valkey.keep_running
+        for name, run in runs.items():
+            tasks.start(name, run())
         await self._listen(stack)
 
     async def _open_queue(self, stack: AsyncExitStack) -> Queue:
@@ -236,6 +248,19 @@ class Gateway:
 
     async def _listen(self, stack: AsyncExitStack) -> None:
         """Admin first, so that probes can see the start; the public listener only when all else runs."""
+        if self._role is not Role.WORKER:
+            await self._listen_admin(stack)
+        if self._role is Role.DECIDER:
+            return
+        if self._public_socket is not None:
+            listener = await self.ingress.listen(sock=self._public_socket)
+        else:
+            public = parse_listen(self.settings.listen)
+            listener = await _bound(self.ingress.listen(host=public.host, port=public.port), "listen", str(public))
+        stack.push_async_callback(self.ingress.close)
+        self.public_url = _url(listener, self.settings.listen) + self.settings.mount_path
+
+    async def _listen_admin(self, stack: AsyncExitStack) -> None:
         admin = parse_listen(self.settings.admin_listen)
         runner = web.AppRunner(
             admin_app(self, self.telemetry, any_host=not admin.loopback),
@@ -251,10 +276,6 @@ class Gateway:
         )
         stack.callback(admin_server.close)
         self.admin_url = _url(admin_server, self.settings.admin_listen)
-        public = parse_listen(self.settings.listen)
-        listener = await _bound(self.ingress.listen(host=public.host, port=public.port), "listen", str(public))
-        stack.push_async_callback(self.ingress.close)
-        self.public_url = _url(listener, self.settings.listen) + self.settings.mount_path
 
     # -- what parts tell each other --------------------------------------------------------------------------------
 
@@ -268,15 +289,7 @@ class Gateway:
         self.sizing.adopt(new)
         self.dispatcher.wake()
 
-    def _registered(self) -> None:
-        self._log.warning("session registered anew: the queue had lost it", session=self.presence.session.id)
-        self.owner.registered()
-
-    def _expired(self, expired: Expired) -> None:
-        if expired.owner_gone:
-            self._log.warning("works of a dead process settled", works=len(expired.owner_gone))
-
-    def _heard(self, engine: Engine) -> None:
+    def _heard(self, _engine: Engine) -> None:
         """A poll ended: the models known to metrics, and work for an engine that came up."""
         self.telemetry.models_known(frozenset().union(*(one.models for one in self.roster)))
         self.dispatcher.wake_if_waiting()
@@ -294,6 +307,17 @@ class Gateway:
             return None
         self._log.info("engine found", engine=settings.name, kind=kind)
         return make_backend(kind, address, pool, monotonic=self._clock.now_s)
+
+    async def _open_kind(self, engine: Engine, kind: str) -> Backend:
+        """The adapter of a kind that the leader has found out."""
+        if engine.backend is not None:
+            await engine.backend.close()
+        address = self._address(engine)
+        return make_backend(kind, address, EnginePool(address), monotonic=self._clock.now_s)
+
+    def _address(self, engine: Engine) -> EngineAddress:
+        settings = engine.settings
+        return EngineAddress(settings.name, settings.url, settings.api_key, connect_s=self.settings.timeouts.connect_s)
 
     async def _close_backends(self) -> None:
         for engine in self.roster:
@@ -318,7 +342,7 @@ class Gateway:
     def _refresh(self, telemetry: Telemetry) -> None:
         now_s = self._clock.now_s()
         for engine in self.roster:
-            view = engine.view(now_s)
+            view = _running_only(engine, engine.view(now_s))
             windows = {name: self.sizing.window(view, name) for name in self.store.current.classes}
             seen = engine.sample.values
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
@@ -358,7 +382,7 @@ class Gateway:
         }
 
     def _engine_status(self, engine: Engine, now_s: float) -> dict[str, object]:
-        view = engine.view(now_s)
+        view = _running_only(engine, engine.view(now_s))
         return {
             "name": engine.name,
             "kind": engine.kind,
@@ -389,6 +413,12 @@ class Gateway:
 
     def __repr__(self) -> str:
         return f"<Gateway {self.public_url} engines={len(self.roster)} {self.presence!r}>"
+
+
+def _running_only(engine: Engine, view: EngineView) -> EngineView:
+    """The view without credit that other processes hold: people are shown what runs, not what may be started."""
+    in_flight = {name: works for name in view.in_flight if (works := engine.ledger.running(name))}
+    return dataclasses.replace(view, in_flight=in_flight)
 
 
 class _Background:

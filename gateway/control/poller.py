@@ -22,7 +22,7 @@ Opener = Callable[[Engine], Awaitable[Backend | None]]
 class Poller:
     """See the module header. `on_heard` is called after each poll, so that a returned engine gets work at once."""
 
-    __slots__ = ("_clock", "_on_heard", "_open", "_poll_s", "_rng", "_roster")
+    __slots__ = ("_active", "_clock", "_on_heard", "_open", "_poll_s", "_rng", "_roster")
 
     def __init__(
         self,
@@ -32,13 +32,16 @@ class Poller:
         clock: Clock,
         poll_s: float,
         rng: random.Random,
+        active: Callable[[], bool],
         on_heard: Callable[[Engine], None],
     ) -> None:
+        """active: whether to poll now; only a pool's leader does, the others read what it publishes."""
         self._roster = roster
         self._open = open_backend
         self._clock = clock
         self._poll_s = poll_s
         self._rng = rng
+        self._active = active
         self._on_heard = on_heard
 
     async def run(self) -> None:
@@ -59,7 +62,8 @@ class Poller:
     async def _poll_forever(self, engine: Engine) -> None:
         while True:
             await asyncio.sleep(self._poll_s * self._rng.uniform(0.9, 1.1))
-            await self._poll(engine)
+            if self._active():
+                await self._poll(engine)
 
     async def _poll(self, engine: Engine) -> None:
         if engine.backend is None:

@@ -4,19 +4,21 @@ Validity is judged by this process's monotonic clock, counted from *before* the 
 process that was paused, or whose reply was late, believes itself invalid before anybody else may take over.
 
 `sole` says that nobody else can reach this pool's store (an embedded server whose state directory is locked by us):
-then leadership cannot be contested, and neither a missing record nor an unreachable store takes it away.
+then leadership cannot be contested, and neither a missing record nor an unreachable store takes it away. A process
+that is no `candidate` (a worker, whose supervisor decides) never asks for leadership.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from gateway.clock import PoolClock
-from gateway.queue.base import Expired, Queue, QueueUnavailable, Session, SessionReport
+from gateway.queue.base import Expired, Queue, QueueUnavailable, Renewed, Session, SessionReport
 
 BEAT_S = 0.5
+HURRY_S = 0.05
 SESSION_VALID_S = 5.0
 LEADER_VALID_S = 2.0
 CLOCK_EVERY_S = 5.0
@@ -31,22 +33,25 @@ class Presence:
     """
 
     __slots__ = (
+        "_candidate",
+        "_changed",
         "_clock",
         "_clock_due_s",
         "_decide_from_s",
         "_leader_until_s",
         "_on_expired",
         "_on_registered",
+        "_on_renewed",
         "_queue",
         "_report",
         "_rng",
         "_session_until_s",
-        "_sole",
         "_swept_seq",
         "epoch",
         "last_error",
         "round_trip_s",
         "session",
+        "sole",
     )
 
     def __init__(
@@ -56,18 +61,27 @@ class Presence:
         *,
         session_id: str,
         sole: bool,
+        candidate: bool,
         rng: random.Random,
         report: Callable[[], SessionReport],
+        on_renewed: Callable[[Renewed, float, int], None],
         on_registered: Callable[[], None],
         on_expired: Callable[[Expired], None],
     ) -> None:
-        """report gives our in-flight sums; on_registered is called after each new registration, so that owners write
-        their works again; on_expired tells what a sweep of dead sessions did."""
+        """Prepare; nothing is sent before the first beat.
+
+        report          what our session tells
+        on_renewed      told of each renewal's answer, with our monotonic clock and the pool clock (ms) before it was sent
+        on_registered   called after each new registration, so that owners write their works again
+        on_expired      told what a sweep of dead sessions did
+        """
         self._queue = queue
         self._clock = clock
-        self._sole = sole
+        self.sole = sole
+        self._candidate = candidate
         self._rng = rng
         self._report = report
+        self._on_renewed = on_renewed
         self._on_registered = on_registered
         self._on_expired = on_expired
         self.session = Session(session_id, 1)
@@ -78,6 +92,7 @@ class Presence:
         self._decide_from_s = 0.0
         self._clock_due_s = 0.0
         self._swept_seq = 0
+        self._changed = asyncio.Event()
 
     def now_ms(self) -> int:
         """The pool clock in Redis's unit."""
@@ -94,24 +109,54 @@ class Presence:
         if not self.epoch:
             return False
         now_s = self._clock.now_s()
-        return now_s >= self._decide_from_s and (self._sole or now_s < self._leader_until_s)
+        return now_s >= self._decide_from_s and (self.sole or now_s < self._leader_until_s)
+
+    @property
+    def failing(self) -> bool:
+        """The store did not answer our last beat: we may be cut off."""
+        return bool(self.last_error)
+
+    def hurry(self) -> None:
+        """Something that we report has changed: renew soon, at most every HURRY_S."""
+        self._changed.set()
 
     async def run(self) -> None:
-        """Beat until cancelled."""
+        """Beat until cancelled, and renew the session in between when what it reports has changed."""
+        due_s = self._clock.now_s() + BEAT_S
         while True:
-            await asyncio.sleep(BEAT_S * self._rng.uniform(0.9, 1.0))
-            await self.beat()
+            await asyncio.sleep(HURRY_S)
+            try:
+                async with asyncio.timeout(max(0.0, due_s - self._clock.now_s())):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            if self._clock.now_s() < due_s:
+                await self.renew()
+            else:
+                due_s = self._clock.now_s() + BEAT_S * self._rng.uniform(0.9, 1.0)
+                await self.beat()
 
     async def beat(self) -> None:
         """Renew everything once. A store that does not answer is noted, never raised: validity runs out by itself."""
+        await self._bear(self._beat())
+
+    async def renew(self) -> None:
+        """Renew the session only, and ring for the room that its report shows."""
+        await self._bear(self._renew_session(ring=True))
+
+    async def _bear(self, calls: Coroutine[None, None, None]) -> None:
         try:
-            await self._correct_clock()
-            await self._renew_session()
-            await self._lead()
+            await calls
         except QueueUnavailable as error:
             self.last_error = str(error)
         else:
             self.last_error = ""
+
+    async def _beat(self) -> None:
+        await self._correct_clock()
+        await self._renew_session(ring=False)
+        if self._candidate:
+            await self._lead()
 
     async def leave(self) -> None:
         """Give up leadership and session, so that a successor need not wait for them to expire."""
@@ -132,22 +177,24 @@ class Presence:
         self._clock.correct(redis_s=redis_ms / 1000, sent_s=now_s, received_s=received_s)
         self._clock_due_s = now_s + CLOCK_EVERY_S
 
-    async def _renew_session(self) -> None:
-        sent_s = self._clock.now_s()
+    async def _renew_session(self, *, ring: bool) -> None:
+        self._changed.clear()
+        sent_s, now_ms = self._clock.now_s(), self.now_ms()
         valid_for_ms = int(SESSION_VALID_S * 1000)
-        alive = await self._queue.renew_session(
-            self.session, now_ms=self.now_ms(), valid_for_ms=valid_for_ms, report=self._report()
+        renewed = await self._queue.renew_session(
+            self.session, now_ms=now_ms, valid_for_ms=valid_for_ms, report=self._report(), ring=ring
         )
-        if not alive:
+        if renewed is None:
             self.session = Session(self.session.id, self.session.epoch + 1)
-            sent_s = self._clock.now_s()
-            await self._queue.renew_session(
-                self.session, now_ms=self.now_ms(), valid_for_ms=valid_for_ms, report=self._report()
+            self._on_registered()
+            sent_s, now_ms = self._clock.now_s(), self.now_ms()
+            renewed = await self._queue.renew_session(
+                self.session, now_ms=now_ms, valid_for_ms=valid_for_ms, report=self._report()
             )
         self.round_trip_s = self._clock.now_s() - sent_s
-        self._session_until_s = sent_s + SESSION_VALID_S * _SAFETY
-        if not alive:
-            self._on_registered()
+        if renewed is not None:
+            self._session_until_s = sent_s + SESSION_VALID_S * _SAFETY
+            self._on_renewed(renewed, sent_s, now_ms)
 
     async def _lead(self) -> None:
         sent_s = self._clock.now_s()
@@ -156,7 +203,7 @@ class Presence:
             self.epoch = 0
             return
         if record.epoch != self.epoch:
-            fresh = record.fresh_record and not self._sole
+            fresh = record.fresh_record and not self.sole
             self._decide_from_s = sent_s + LEADER_VALID_S if fresh else 0.0
             self._swept_seq = 0
         self.epoch = record.epoch

@@ -145,6 +145,9 @@ class Roster:
     def __getitem__(self, name: str) -> Engine:
         return self._engines[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._engines
+
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines.values())
 

@@ -4,8 +4,11 @@ Decide synchronously, then await: a round reads a look-ahead from the queue, pla
 over that look-ahead and the engines' views, writes every placement into the ledger, and only then claims the works by
 id. A claim that the queue refuses (cancelled, taken, an old epoch) is taken out of the ledger again.
 
-A work that nothing waits before starts without a round trip (`start_now`): the ledger is at hand in this process, so
-no credit is needed, and an entry that would be claimed in the same millisecond is never written.
+A work that nothing waits before starts without a round trip (`start_now`). Where this process is the pool's only one
+the ledger itself says whether there is room; where others could take over, it is credit that was written to the store
+before, this process's own as well as any other's, so that a successor never finds more in flight than it can know of.
+
+One exists in every process of the pool. Only the leader's decides; the others' keep count of their own attempts.
 
 Wake-ups: the pool's bell, a freed place, an engine that came up, and every TICK_S while anything waits (guards that
 depend on time alone, lost bells). A round that cannot reach the queue leaves everything where it is.
@@ -21,13 +24,16 @@ from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
 from gateway.control.presence import Presence
 from gateway.control.roster import Roster
-from gateway.dispatch.ledger import Ledger, Progress
-from gateway.queue.base import Queue, QueueUnavailable
+from gateway.dispatch.credit import CreditBook
+from gateway.dispatch.ledger import Entry, Ledger, Progress
+from gateway.dispatch.steward import Steward
+from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport
 from policies.dispatching import Placement, place_one, plan_round
 from policies.ordering import TenantCounters
+from policies.placement import eligible
 from policies.schema import Policy
-from policies.sizing import FirstToken, Finished, Sampled, SizingPolicy
-from policies.vocabulary import Decision, Grant, Outcome, Work
+from policies.sizing import Finished, FirstToken, Sampled, SizingPolicy
+from policies.vocabulary import Action, Decision, Grant, Guard, Outcome, Work
 
 TICK_S = 0.25
 GRANT_VALID_S = 5.0
@@ -43,6 +49,7 @@ class Dispatcher:
 
     __slots__ = (
         "_clock",
+        "_credit",
         "_deliver",
         "_depths",
         "_ledger",
@@ -53,11 +60,13 @@ class Dispatcher:
         "_roster",
         "_sink",
         "_sizing",
+        "_steward",
         "_store",
-        "_tenants",
+        "_took_over",
         "_uncertain",
         "_waiting_here",
         "_wake",
+        "tenants",
     )
 
     def __init__(
@@ -69,6 +78,8 @@ class Dispatcher:
         sizing: SizingPolicy,
         roster: Roster,
         ledger: Ledger,
+        steward: Steward,
+        credit: CreditBook,
         clock: Clock,
         rng: random.Random,
         deliver: Callable[[Grant], bool],
@@ -81,30 +92,49 @@ class Dispatcher:
         self._sizing = sizing
         self._roster = roster
         self._ledger = ledger
+        self._steward = steward
+        self._credit = credit
         self._clock = clock
         self._rng = rng
         self._deliver = deliver
         self._sink = sink
-        self._tenants = TenantCounters()
+        self.tenants = TenantCounters()
         self._depths: Mapping[tuple[str, str], int] = {}
         self._waiting_here: dict[str, int] = {}
         self._overdue = False
         self._uncertain: dict[tuple[str, int], Grant] = {}
+        self._took_over = 0
         self._wake = asyncio.Event()
 
     # -- what owners tell ------------------------------------------------------------------------------------------
 
     def start_now(self, work: Work) -> Grant | None:
         """Grant a work that nothing waits before, without a round trip; None: it has to wait in the queue."""
-        if not self._presence.leads or self._overdue:
-            return None
         policy = self._store.current
         if self._others_first(work, policy):
             return None
-        now_s = self._clock.pool_s()
-        views = self._roster.views(self._clock.now_s())
-        placement = place_one(work, views, self._sizing, policy, now_s, self._rng.random(), tenants=self._tenants)
-        return None if placement is None else self._grant(placement, now_s)
+        if self._presence.sole:
+            if not self._decides or self._overdue:
+                return None
+            now_s = self._clock.pool_s()
+            views = self._roster.views(self._clock.now_s())
+            placement = place_one(work, views, self._sizing, policy, now_s, self._rng.random(), tenants=self.tenants)
+            return None if placement is None else self._grant(placement, now_s)
+        return self._start_on_credit(work, policy)
+
+    def accept(self, work: Work, grant: Grant) -> None:
+        """An owner in this process takes a grant up, whoever gave it: count it here if it is not counted yet."""
+        ledger = self._ledger[grant.engine]
+        if (grant.work_id, grant.attempt) not in ledger.entries:
+            ledger.add(work, grant.attempt, self._clock.pool_s())
+
+    def honours(self, grant: Grant) -> bool:
+        """Whether a grant names an engine that is configured here, under an epoch that nobody has replaced."""
+        return grant.epoch >= self._credit.epoch and grant.engine in self._roster
+
+    def report(self, grants_seq: int) -> SessionReport:
+        """What this process runs, as its session reports it; grants_seq: the last grant that was taken up."""
+        return SessionReport(self._ledger.running_here(), dict(self._credit.started), grants_seq)
 
     def entered(self, work: Work) -> None:
         """A work began to wait in the queue."""
@@ -131,8 +161,10 @@ class Dispatcher:
             now_s = self._clock.pool_s()
             self._uncertain.pop((grant.work_id, grant.attempt), None)
             self._sizing.on_event(Finished(work, grant.engine, outcome), now_s)
-            self._tenants.on_event(work, outcome)
+            self.tenants.on_event(work, outcome)
             self.wake_if_waiting()
+            if not self._presence.sole:
+                self._presence.hurry()
 
     def wake(self) -> None:
         """Look at the queue as soon as the loop turns."""
@@ -174,20 +206,26 @@ class Dispatcher:
                     continue
 
     async def round(self) -> bool:
-        """One round; True when it placed something, so that another look may find more."""
+        """One round; True when it placed something, so that another look may find more. Raises QueueUnavailable."""
         if not self._presence.leads:
             return False
+        if self._took_over != self._presence.epoch:
+            await self._take_over()
+        elif not self._steward.alone:
+            self._hand_over(await self._steward.hear())
         policy = self._store.current
         bounds = {name: LOOK_AHEAD_TTFT_CLASS for name, one in policy.classes.items() if one.has_ttft_objective}
         waiting = await self._queue.peek(bounds=bounds, default_bound=LOOK_AHEAD_OTHER, now_ms=self._presence.now_ms())
         self._depths = waiting.depths
+        if not self._decides:
+            return False
         now_s = self._clock.pool_s()
         self._overdue = any(policy.overdue(work, now_s) for work in waiting.works)
         if not waiting.works:
             return False
         views = self._roster.views(self._clock.now_s())
         fresh = [work for work in waiting.works if (work.id, work.attempt + 1) not in self._uncertain]
-        placements = plan_round(fresh, views, self._sizing, policy, now_s, self._rng.random(), tenants=self._tenants)
+        placements = plan_round(fresh, views, self._sizing, policy, now_s, self._rng.random(), tenants=self.tenants)
         # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
         repeated = [
             grant for work in waiting.works if (grant := self._uncertain.get((work.id, work.attempt + 1))) is not None
@@ -208,10 +246,17 @@ class Dispatcher:
             raise
         for grant, claimed in zip(grants, answers, strict=True):
             self._uncertain.pop((grant.work_id, grant.attempt), None)
-            if not claimed or not self._deliver(grant):
+            if claimed is None:
                 self._take_back(grant)
+            elif claimed.owner == self._presence.session:
+                if not self._deliver(grant):
+                    self._take_back(grant)
+            else:
+                entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
+                if entry is not None:
+                    entry.claimed = claimed
 
-    async def _claim_once_more(self, grants: list[Grant]) -> list[bool]:
+    async def _claim_once_more(self, grants: list[Grant]) -> list[Claimed | None]:
         try:
             return await self._queue.claim_many(grants, now_ms=self._presence.now_ms())
         except QueueUnavailable:
@@ -221,7 +266,7 @@ class Dispatcher:
         work, engine = placement.work, placement.engine
         attempt = work.attempt + 1
         self._ledger[engine].add(work, attempt, now_s)
-        self._tenants.granted(work, self._store.current.tenant(work.tenant).weight)
+        self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
         self._sink(placement.decision)
         return Grant(work.id, engine, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
 
@@ -239,11 +284,87 @@ class Dispatcher:
             await asyncio.sleep(TICK_S * self._rng.uniform(0.9, 1.0))
             self._ledger.refresh()
             now_s = self._clock.pool_s()
-            queued = self.depths()
             for view in self._roster.views(self._clock.now_s()):
-                self._sizing.on_event(Sampled(view, queued), now_s)
+                self._sizing.on_event(Sampled(view), now_s)
             self._drop_uncertain(now_s)
             self.wake_if_waiting()
+            if self._took_over and not self._presence.epoch:
+                self._step_down()
+            if not self._presence.sole and self._presence.leads:
+                try:
+                    await self._attend()
+                except QueueUnavailable:
+                    continue
+
+    @property
+    def _decides(self) -> bool:
+        """We lead at this moment, and know what our predecessors left."""
+        return self._presence.leads and self._took_over == self._presence.epoch
+
+    async def _take_over(self) -> None:
+        """Begin our epoch: everything that was granted or allowed before counts from here on."""
+        epoch = self._presence.epoch
+        self._uncertain.clear()
+        if not self._presence.sole:
+            for one in await self._steward.take_over():
+                key = (one.work.id, one.grant.attempt)
+                if key not in self._ledger[one.grant.engine].entries:
+                    self._uncertain[key] = one.grant
+                    self._ledger[one.grant.engine].add(one.work, one.grant.attempt, self._clock.pool_s())
+        self._took_over = epoch
+
+    def _step_down(self) -> None:
+        """Another process leads: forget what only a leader counts."""
+        self._took_over = 0
+        self._uncertain.clear()
+        self._depths = {}
+        self._overdue = False
+        self._ledger.only_here()
+
+    async def _attend(self) -> None:
+        """The leader's duties towards the other processes, each tick."""
+        if self._took_over != self._presence.epoch:
+            await self._take_over()
+        else:
+            self._hand_over(await self._steward.hear())
+        waiting = {name: self.depth(name) for name in self._store.current.classes}
+        await self._steward.give(waiting, self._credit.started)
+
+    def _hand_over(self, taken: list[Entry]) -> None:
+        """Attempts that are in another session's sums from now on; their ends are not told to us one by one."""
+        for entry in taken:
+            self.tenants.on_event(entry.work, None)
+
+    def _start_on_credit(self, work: Work, policy: Policy) -> Grant | None:
+        if not policy.class_policy(work.class_name).has_ttft_objective:
+            return None
+        now_s = self._clock.now_s()
+        engines = [view.name for view in self._roster.views(now_s) if eligible(work, view)]
+        if not engines:
+            return None
+        engine = self._credit.spend(work, engines, now_s)
+        if engine is None and self._presence.failing:
+            engine = self._credit.spend_share(work, engines, self._ledger.running_here(), now_s)
+        if engine is None:
+            return None
+        pool_s = self._clock.pool_s()
+        attempt = work.attempt + 1
+        self._ledger[engine].add(work, attempt, pool_s)
+        self.tenants.granted(work, policy.tenant(work.tenant).weight)
+        self._steward.spent(self._credit.started)
+        self._sink(
+            Decision(
+                Action.DISPATCH,
+                pool_s,
+                policy.version,
+                work.class_name,
+                engine,
+                work.id,
+                Guard.NONE,
+                reason="credit",
+            )
+        )
+        return Grant(work.id, engine, self._credit.epoch, attempt, pool_s + GRANT_VALID_S)
 
     def _drop_uncertain(self, now_s: float) -> None:
         """Free what was reserved for claims whose fate never became known."""
@@ -258,9 +379,11 @@ class Dispatcher:
         if entry is not None:
             self.finished(entry.work, grant, None)
 
-    def settle_uncertain(self, grant: Grant) -> bool:
-        """An owner found a grant whose claim's reply was lost: True when its place is still reserved."""
-        return self._uncertain.pop((grant.work_id, grant.attempt), None) is not None
+    def holds(self, grant: Grant) -> bool:
+        """An owner found a grant in the store: True when its place is counted here, whether or not we heard so."""
+        key = (grant.work_id, grant.attempt)
+        self._uncertain.pop(key, None)
+        return key in self._ledger[grant.engine].entries
 
     def __repr__(self) -> str:
         return f"<Dispatcher waiting={self.depths()} {self._ledger!r}>"

@@ -4,18 +4,24 @@ The dispatcher adds a work *before* anything is awaited and removes it when its 
 one loop turn can never both take the last place. Generated tokens are read from the relays' live counters on each
 `refresh` (every control tick), not on every chunk: the hot path only bumps its own integer.
 
+Attempts that run in this process are entries of their own for as long as they run. An attempt granted to another
+process is an entry until that process's report includes it, and part of that session's sums from then on; unspent
+credit is in the sums as well. A process that does not lead keeps its own entries only.
+
 Sums are kept incrementally and equal a recomputation after any sequence of events (tests/gateway/test_ledger.py).
-One writer: the pool's dispatcher.
+One writer: the process's dispatcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.queue.base import InFlight
+from gateway.queue.base import Claimed, InFlight, Place, Session
 from policies.vocabulary import Work
+
+NOTHING = InFlight()
 
 BLOCK_TOKENS = 16
 """KV block size assumed where an engine does not tell its own (vLLM's default)."""
@@ -24,15 +30,20 @@ BLOCK_TOKENS = 16
 class Progress(Protocol):
     """A live counter of one attempt; the relay bumps it, the ledger reads it."""
 
-    output_tokens: int
+    @property
+    def output_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
 class Entry:
-    """One attempt in flight. kv_tokens is its share of the engine's sum at the last refresh, in whole blocks."""
+    """One attempt in flight. kv_tokens is its share of the engine's sum at the last refresh, in whole blocks.
+
+    claimed   whose it is, and the grant's place in that session's order; None: it runs (or will) in this process
+    """
 
     work: Work
     granted_s: float
+    claimed: Claimed | None = None
     progress: Progress | None = None
     kv_tokens: int = 0
     prefill_tokens: int = 0
@@ -49,17 +60,17 @@ class EngineLedger:
     prefill_tokens: int = 0
     last_grant_s: float = float("-inf")
     version: int = 0
+    allowed: dict[str, int] = field(default_factory=dict)
+    _elsewhere: dict[Session, tuple[Mapping[str, InFlight], Mapping[str, int]]] = field(default_factory=dict)
 
     def add(self, work: Work, attempt: int, now_s: float) -> None:
         """Count an attempt from its grant on."""
         key = (work.id, attempt)
         if key in self.entries:
             raise ValueError(f"attempt {key} is in the ledger already: each (work, attempt) is counted once")
-        entry = Entry(work, now_s, None, self._whole_blocks(work, 0), work.prompt_tokens)
+        entry = Entry(work, now_s, None, None, self._whole_blocks(work, 0), work.prompt_tokens)
         self.entries[key] = entry
-        self.in_flight[work.class_name] = self.in_flight.get(work.class_name, 0) + 1
-        self.kv_tokens += entry.kv_tokens
-        self.prefill_tokens += entry.prefill_tokens
+        self._count(work.class_name, 1, entry.kv_tokens, entry.prefill_tokens)
         self.last_grant_s = now_s
         self.version += 1
 
@@ -82,15 +93,48 @@ class EngineLedger:
         entry = self.entries.pop((work_id, attempt), None)
         if entry is None:
             return False
-        left = self.in_flight[entry.work.class_name] - 1
-        if left:
-            self.in_flight[entry.work.class_name] = left
-        else:
-            del self.in_flight[entry.work.class_name]
-        self.kv_tokens -= entry.kv_tokens
-        self.prefill_tokens -= entry.prefill_tokens
+        self._count(entry.work.class_name, -1, -entry.kv_tokens, -entry.prefill_tokens)
         self.version += 1
         return True
+
+    def elsewhere(self, session: Session, sums: Mapping[str, InFlight], allowed: Mapping[str, int]) -> None:
+        """Replace what another session is taken to have here, by class; {} when it is gone.
+
+        sums      what runs and what may be started at any moment
+        allowed   how many of the works in `sums` may be started, but were not reported as running
+        """
+        before, allowed_before = self._elsewhere.get(session, _NONE)
+        if sums == before and allowed == allowed_before:
+            return
+        self._elsewhere.pop(session, None)
+        self._replace(before, allowed_before, -1)
+        self._replace(sums, allowed, 1)
+        if sums:
+            self._elsewhere[session] = (dict(sums), dict(allowed))
+        self.version += 1
+
+    def running(self, class_name: str) -> int:
+        """Works of a class in flight, without what is only allowed."""
+        return self.in_flight.get(class_name, 0) - self.allowed.get(class_name, 0)
+
+    def _replace(self, sums: Mapping[str, InFlight], allowed: Mapping[str, int], sign: int) -> None:
+        for class_name, one in sums.items():
+            self._count(class_name, sign * one.works, sign * one.kv_tokens, sign * one.prefill_tokens)
+        for class_name, works in allowed.items():
+            self.allowed[class_name] = self.allowed.get(class_name, 0) + sign * works
+
+    def sessions_elsewhere(self) -> list[Session]:
+        """Sessions that have sums here."""
+        return list(self._elsewhere)
+
+    def _count(self, class_name: str, works: int, kv_tokens: int, prefill_tokens: int) -> None:
+        left = self.in_flight.get(class_name, 0) + works
+        if left:
+            self.in_flight[class_name] = left
+        else:
+            self.in_flight.pop(class_name, None)
+        self.kv_tokens += kv_tokens
+        self.prefill_tokens += prefill_tokens
 
     def refresh(self) -> None:
         """Take the live counters over into the sums: O(works in flight), once per control tick."""
@@ -129,18 +173,42 @@ class Ledger:
         for ledger in self._engines.values():
             ledger.refresh()
 
-    def report(self) -> dict[tuple[str, str], InFlight]:
-        """(engine, class) -> sums, as a session reports them with its renewal."""
-        sums: dict[tuple[str, str], InFlight] = {}
+    def running_here(self) -> dict[Place, InFlight]:
+        """Sums of the attempts of this process, by place, as its session reports them."""
+        sums: dict[Place, InFlight] = {}
         for name, ledger in self._engines.items():
             for entry in ledger.entries.values():
-                key = (name, entry.work.class_name)
-                was = sums.get(key, InFlight())
-                sums[key] = InFlight(
-                    was.works + 1, was.kv_tokens + entry.kv_tokens, was.prefill_tokens + entry.prefill_tokens
-                )
+                if entry.claimed is None:
+                    key = (name, entry.work.class_name)
+                    was = sums.get(key, NOTHING)
+                    sums[key] = InFlight(
+                        was.works + 1, was.kv_tokens + entry.kv_tokens, was.prefill_tokens + entry.prefill_tokens
+                    )
         return sums
+
+    def taken_over(self, session: Session, grants_seq: int) -> list[Entry]:
+        """Take out the entries of another session that its report includes by now, and return them."""
+        taken: list[Entry] = []
+        for ledger in self._engines.values():
+            for (work_id, attempt), entry in list(ledger.entries.items()):
+                claimed = entry.claimed
+                if claimed is not None and claimed.owner == session and claimed.seq <= grants_seq:
+                    ledger.remove(work_id, attempt)
+                    taken.append(entry)
+        return taken
+
+    def only_here(self) -> None:
+        """Keep nothing but this process's own attempts: it does not lead any more."""
+        for ledger in self._engines.values():
+            for (work_id, attempt), entry in list(ledger.entries.items()):
+                if entry.claimed is not None:
+                    ledger.remove(work_id, attempt)
+            for session in ledger.sessions_elsewhere():
+                ledger.elsewhere(session, {}, {})
 
     def __repr__(self) -> str:
         parts = (f"{name}={sum(one.in_flight.values())}" for name, one in self._engines.items())
         return f"<Ledger in flight: {' '.join(parts) or 'none'}>"
+
+
+_NONE: tuple[Mapping[str, InFlight], Mapping[str, int]] = ({}, {})

@@ -4,6 +4,9 @@ A work that the dispatcher can start at once never touches the queue. Any other 
 is removed from the queue when it ends, however it ends. The queue is an index that its owners rebuild: when a session
 was lost or the store forgot (a flush, a failover without data), every work that waits here is written again.
 
+Grants reach it in two ways: straight from the dispatcher when this process leads, else from the store, read on the bell
+and on a timer. An epoch below the highest seen and a grant that has expired are refused and given back.
+
 One writer: the process itself. Removals are gathered and retried until the store has taken them or the session that
 wrote them is gone, so that a cancelled client never leaves an entry behind.
 """
@@ -18,11 +21,12 @@ from dataclasses import dataclass, field, replace
 from gateway.clock import Clock
 from gateway.control.presence import Presence
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.queue.base import Enqueued, Queue, QueueUnavailable, SessionLost
+from gateway.queue.base import Enqueued, Queue, QueueUnavailable, SessionLost, SessionReport
 from gateway.queue.batcher import Batcher
 from policies.vocabulary import Grant, Outcome, Work
 
 RECONCILE_S = 1.0
+TAKE_S = 0.25
 SETTLE_BATCH = 512
 
 
@@ -41,6 +45,7 @@ class Owner:
 
     __slots__ = (
         "_batcher",
+        "_bell",
         "_clock",
         "_dispatcher",
         "_entries",
@@ -63,6 +68,7 @@ class Owner:
         self._entries: dict[str, int] = {}
         self._settle: dict[str, int] = {}
         self._settle_soon = asyncio.Event()
+        self._bell = asyncio.Event()
         self._grants_seen = 0
         self._rebuild = False
 
@@ -115,13 +121,22 @@ class Owner:
         self._forget(work.id)
 
     def granted(self, grant: Grant) -> bool:
-        """Take a grant for a work that waits here; False when it does not (any more)."""
+        """Take a grant for a work that waits here, or has taken it up already; False when it is not wanted any more."""
         waiter = self._waiting.get(grant.work_id)
-        if waiter is None or waiter.granted.done() or waiter.work.attempt + 1 != grant.attempt:
+        if waiter is None or waiter.granted.done():
+            return self._entries.get(grant.work_id) == grant.attempt
+        if waiter.work.attempt + 1 != grant.attempt:
             return False
+        assert self._dispatcher is not None
+        self._dispatcher.accept(waiter.work, grant)
         self._entries[grant.work_id] = grant.attempt
         waiter.granted.set_result(grant)
         return True
+
+    def report(self) -> SessionReport:
+        """What this process tells with each renewal of its session."""
+        assert self._dispatcher is not None
+        return self._dispatcher.report(self._grants_seen)
 
     def registered(self) -> None:
         """Our session is a new one: the store has swept or forgotten what the old one wrote; write it again."""
@@ -129,10 +144,13 @@ class Owner:
         self._rebuild = True
 
     async def run(self) -> None:
-        """Remove what ended and rebuild what was lost, until cancelled."""
+        """Remove what ended, take what was granted and rebuild what was lost, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._settle_forever(), name="settle")
             group.create_task(self._reconcile_forever(), name="reconcile")
+            if not self._presence.sole:
+                group.create_task(self._take_forever(), name="take grants")
+                group.create_task(self._listen(), name="session bell")
 
     async def close(self) -> None:
         """Take what has ended out of the queue, once more; what cannot be told ends with the session."""
@@ -193,33 +211,69 @@ class Owner:
             await asyncio.sleep(RECONCILE_S)
             if self._waiting:
                 try:
-                    await self._reconcile()
+                    await self._take_grants()
+                    await self._rewrite()
                 except QueueUnavailable:
                     continue
 
-    async def _reconcile(self) -> None:
-        """Take grants whose bell was lost, give back expired ones, write again what the store forgot."""
+    async def _take_forever(self) -> None:
+        """Read grants on the bell, and on a timer while something waits, since a bell may be lost."""
+        while True:
+            timer_s = TAKE_S if self._waiting else None
+            try:
+                async with asyncio.timeout(timer_s):
+                    await self._bell.wait()
+            except TimeoutError:
+                pass
+            self._bell.clear()
+            try:
+                await self._take_grants()
+            except QueueUnavailable:
+                await asyncio.sleep(TAKE_S)
+
+    async def _listen(self) -> None:
+        """Hear the bell of the session in force, whichever it is by now."""
+        while True:
+            session = self._presence.session
+            async for _ in self._queue.bell(session):
+                self._bell.set()
+                if self._presence.session != session:
+                    break
+
+    async def _take_grants(self) -> None:
+        """Start what was granted to works that wait here; give back what may not be started."""
         session, dispatcher = self._presence.session, self._dispatcher
         assert dispatcher is not None
-        now_s = self._clock.pool_s()
-        expired: list[Work] = []
+        refused: list[tuple[Work, int]] = []
         for taken in await self._queue.take_grants(session, after_seq=self._grants_seen):
             self._grants_seen = max(self._grants_seen, taken.seq)
             grant = taken.grant
             waiter = self._waiting.get(grant.work_id)
             if waiter is None or waiter.granted.done():
                 continue
-            reserved = dispatcher.settle_uncertain(grant)
-            if reserved and now_s < grant.expires_s and self.granted(grant):
+            held = dispatcher.holds(grant)
+            fresh = self._clock.pool_s() < grant.expires_s and dispatcher.honours(grant)
+            if fresh and (held or not self._presence.leads) and self.granted(grant):
                 continue
-            if reserved:
+            if held:
                 dispatcher.finished(waiter.work, grant, None)
-            expired.append(replace(waiter.work, attempt=grant.attempt - 1))
-        if expired:
-            await self._queue.requeue_many(expired, session=session, now_ms=self._presence.now_ms())
+            refused.append((replace(waiter.work, attempt=grant.attempt - 1), taken.seq))
+        if refused:
+            await self._queue.requeue_many(
+                [work for work, _ in refused],
+                session=session,
+                now_ms=self._presence.now_ms(),
+                seqs=[seq for _, seq in refused],
+            )
+        self._presence.hurry()
+
+    async def _rewrite(self) -> None:
+        """Write again what the store forgot."""
+        assert self._dispatcher is not None
+        now_s = self._clock.pool_s()
         waiting = [one.work for one in self._waiting.values() if not one.granted.done()]
         old = [work for work in waiting if now_s - work.accepted_s > RECONCILE_S]
-        if self._rebuild or len(old) > dispatcher.depth_seen:
+        if self._rebuild or (self._presence.leads and len(old) > self._dispatcher.depth_seen):
             await self._write_again(waiting if self._rebuild else old)
             self._rebuild = False
 

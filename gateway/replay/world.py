@@ -28,17 +28,15 @@ from backends.simulated import sequence as simulated
 from gateway.clock import PoolClock
 from gateway.control.policy_store import PolicyStore
 from gateway.control.poller import Poller
-from gateway.control.presence import Presence
 from gateway.control.roster import Engine, Roster
 from gateway.dispatch.dispatcher import LOOK_AHEAD_OTHER, Dispatcher
 from gateway.dispatch.flow import Flow
 from gateway.dispatch.ledger import Ledger
-from gateway.dispatch.owner import Owner, QueueFull
+from gateway.dispatch.member import Member
+from gateway.dispatch.owner import QueueFull
 from gateway.dispatch.service import MAX_ATTEMPTS
 from gateway.exchange import Facts
 from gateway.logs import Log
-from gateway.queue.base import Expired
-from gateway.queue.batcher import Batcher
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.replay.host import MODEL, Attempt, EngineHost, EngineSpec
 from gateway.replay.loop import VirtualLoop, run
@@ -247,7 +245,7 @@ class World:
             kv_used_fraction=scheduler.kv_used_fraction,
             in_flight=dict(view.in_flight),
             windows={name: first.sizing.window(view, name).requests for name in self.plan.policy.classes},
-            queued=first.dispatcher.depths(),
+            queued=dict(sorted(first.dispatcher.depths().items())),
         )
 
     async def _until_over(self) -> None:
@@ -523,69 +521,59 @@ class Replica:
             Engine(EngineSettings(name, f"http://{name}"), ledger[name], POLL_S, backend=cast("Backend", host))
             for name, host in world.hosts.items()
         )
-        self.presence = Presence(
-            queue,
-            self.clock,
-            session_id=f"{number:016x}",
-            sole=plan.replicas == 1,
-            rng=rng,
-            report=ledger.report,
-            on_registered=self._registered,
-            on_expired=_nothing_expired,
-        )
-        self._batcher = Batcher(queue, session=lambda: self.presence.session, now_ms=self.presence.now_ms)
-        self.owner = Owner(queue, self._batcher, self.presence, self.clock)
         if plan.privileged is not None:
             self.sizing = plan.privileged(world)
         elif plan.sizing is not None:
             self.sizing = plan.sizing(plan.policy)
         else:
             self.sizing = FollowingSizing(plan.policy)
-        self.dispatcher = TimedDispatcher(
-            queue=queue,
-            presence=self.presence,
+        self._member = Member(
+            queue,
+            session_id=f"{number:016x}",
+            sole=plan.replicas == 1,
+            candidate=True,
             store=store,
             sizing=self.sizing,
             roster=self.roster,
             ledger=ledger,
             clock=self.clock,
             rng=rng,
-            deliver=self.owner.granted,
+            log=log,
+            open_kind=_never_opened,
             sink=plan.on_decision or _ignore,
+            on_heard=lambda _engine: self.dispatcher.wake_if_waiting(),
+            make_dispatcher=TimedDispatcher,
         )
-        self.owner.serve(self.dispatcher)
+        self.presence, self.owner = self._member.presence, self._member.owner
+        self.dispatcher = cast("TimedDispatcher", self._member.dispatcher)
         self._poller = Poller(
             self.roster,
             _already_open,
             clock=self.clock,
             poll_s=POLL_S,
             rng=rng,
+            active=lambda: self.presence.leads,
             on_heard=lambda _engine: self.dispatcher.wake_if_waiting(),
         )
         self._running: list[asyncio.Task[None]] = []
 
     async def start(self, background: asyncio.TaskGroup) -> None:
         await self.presence.beat()
-        await self._poller.once(POLL_S)
-        for name, one in (
-            ("batcher", self._batch()),
-            ("presence", self.presence.run()),
-            ("poller", self._poller.run()),
-            ("dispatcher", self.dispatcher.run()),
-            ("owner", self.owner.run()),
-        ):
-            self._running.append(background.create_task(one, name=name))
+        if self.presence.leads:
+            await self._poller.once(POLL_S)
+        await self._member.herald.once()
+        self._running.append(background.create_task(self._batch(), name="batcher"))
+        self._running.append(background.create_task(self._poller.run(), name="poller"))
+        for name, one in self._member.background().items():
+            self._running.append(background.create_task(one(), name=name))
 
     def stop(self) -> None:
         for task in self._running:
             task.cancel()
 
     async def _batch(self) -> None:
-        async with self._batcher:
+        async with self._member.batcher:
             await asyncio.get_running_loop().create_future()
-
-    def _registered(self) -> None:
-        self.owner.registered()
 
 
 class TimedDispatcher(Dispatcher):
@@ -638,8 +626,8 @@ def _ignore(*_args: object) -> None:
     """For what nobody wants to be told."""
 
 
-def _nothing_expired(_expired: Expired) -> None:
-    """Sessions of a replay end with it."""
+async def _never_opened(engine: Engine, kind: str) -> Backend:
+    raise AssertionError(f"engine {engine.name}: kind {kind}: engines of a replay are open from the start")
 
 
 async def _already_open(engine: Engine) -> Backend | None:

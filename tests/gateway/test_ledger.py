@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.dispatch.ledger import EngineLedger, Ledger
+from gateway.queue.base import Claimed, InFlight, Session
 from policies.vocabulary import Work
 
 
@@ -104,8 +105,50 @@ def test_a_report_sums_by_engine_and_class() -> None:
     ledger["b"].add(work(3, class_name="bulk", prompt_tokens=16), 1, 0.0)
     ledger["a"].first_token("w1", 1)
 
-    report = ledger.report()
+    report = ledger.running_here()
 
     assert report["a", "interactive"].works == 2
     assert report["a", "interactive"].prefill_tokens == 16
     assert report["b", "bulk"].kv_tokens == 16
+
+
+OTHER = Session("other", 1)
+
+
+def test_another_sessions_grant_is_an_entry_until_its_report_includes_it() -> None:
+    ledger = Ledger()
+    ledger["a"].add(work(1), 1, 0.0)
+    ledger["a"].entries["w1", 1].claimed = Claimed(OTHER, 7)
+
+    early = ledger.taken_over(OTHER, 6)
+    late = ledger.taken_over(OTHER, 7)
+    ledger["a"].elsewhere(OTHER, {"interactive": InFlight(1, 16, 0)}, {})
+
+    assert early == []
+    assert [entry.work.id for entry in late] == ["w1"]
+    assert ledger["a"].in_flight == {"interactive": 1}
+    assert ledger["a"].kv_tokens == 16
+
+
+def test_a_process_that_leads_no_more_keeps_its_own_attempts_only() -> None:
+    ledger = Ledger()
+    ledger["a"].add(work(1), 1, 0.0)
+    ledger["a"].add(work(2), 1, 0.0)
+    ledger["a"].entries["w2", 1].claimed = Claimed(OTHER, 1)
+    ledger["a"].elsewhere(OTHER, {"bulk": InFlight(3, 48, 48)}, {"bulk": 1})
+
+    ledger.only_here()
+
+    assert ledger["a"].in_flight == {"interactive": 1}
+    assert ledger["a"].prefill_tokens == 10
+
+
+def test_sums_of_another_session_replace_each_other() -> None:
+    ledger = EngineLedger()
+
+    ledger.elsewhere(OTHER, {"bulk": InFlight(3, 48, 48), "interactive": InFlight(1, 16, 16)}, {"bulk": 3})
+    ledger.elsewhere(OTHER, {"bulk": InFlight(2, 16, 0)}, {"bulk": 1})
+
+    assert ledger.in_flight == {"bulk": 2}
+    assert ledger.running("bulk") == 1
+    assert (ledger.kv_tokens, ledger.prefill_tokens) == (16, 0)

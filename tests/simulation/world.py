@@ -183,7 +183,7 @@ class World:
 
     def _leftovers(self) -> dict[str, object]:
         gateway = self.process.gateway
-        left: dict[str, object] = {f"in flight on {name}": dict(ledger.in_flight) for name, ledger in gateway.ledger}
+        left: dict[str, object] = {f"in flight on {name}": list(ledger.entries) for name, ledger in gateway.ledger}
         left |= {f"running on {name}": engine.running for name, engine in self.engines.items()}
         return left | {
             "works in the store": len(self.store._works),

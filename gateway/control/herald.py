@@ -1,0 +1,181 @@
+"""What the leader publishes of the engines and of what it has learned, and how the others follow it.
+
+Only the leader polls engines. Every other process has the same engines configured and takes their state, models and
+last sample from the leader's snapshot, so that it can list models, tell clients what is not there, and open the right
+adapter. A successor restores what was learned. A change of an engine's state or models is published at once, the rest
+every PUBLISH_S.
+
+A snapshot holds no engine address and no credential; an engine that is not configured here is passed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+
+from backends.base import Backend, Measured, ModelCard, Sample, Signal
+from gateway.clock import Clock
+from gateway.control.presence import Presence
+from gateway.control.roster import Engine, Roster
+from gateway.queue.base import Queue, QueueUnavailable, Snapshot
+from policies.vocabulary import EngineState
+
+PUBLISH_S = 5.0
+LOOK_S = 0.25
+
+OpenKind = Callable[[Engine, str], Awaitable[Backend]]
+"""Makes the adapter of a kind for an engine; closes one of another kind first."""
+
+
+class Herald:
+    """See the module header.
+
+    learned   what a leader has learned, JSON-ready; restore takes a predecessor's over
+    """
+
+    __slots__ = (
+        "_clock",
+        "_engines_told",
+        "_epoch",
+        "_followed",
+        "_learned",
+        "_news",
+        "_on_heard",
+        "_open",
+        "_presence",
+        "_publish_due_s",
+        "_queue",
+        "_restore",
+        "_roster",
+        "_version",
+    )
+
+    def __init__(
+        self,
+        queue: Queue,
+        presence: Presence,
+        roster: Roster,
+        clock: Clock,
+        *,
+        open_kind: OpenKind,
+        learned: Callable[[], Mapping[str, object]],
+        restore: Callable[[Mapping[str, object]], None],
+        on_heard: Callable[[Engine], None],
+    ) -> None:
+        self._queue = queue
+        self._presence = presence
+        self._roster = roster
+        self._clock = clock
+        self._open = open_kind
+        self._learned = learned
+        self._restore = restore
+        self._on_heard = on_heard
+        self._version = 0
+        self._followed = 0
+        self._epoch = 0
+        self._engines_told: list[object] = []
+        self._publish_due_s = -math.inf
+        self._news = asyncio.Event()
+
+    def there_is(self, version: int) -> None:
+        """A renewal told which snapshot is the newest."""
+        if version != self._version:
+            self._version = version
+            self._news.set()
+
+    async def run(self) -> None:
+        """Publish or follow, until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+            self._news.clear()
+            await self.once()
+
+    async def once(self) -> None:
+        """Do what is due now. A store that does not answer is tried again at the next look."""
+        try:
+            if self._presence.leads:
+                await self._lead()
+            else:
+                self._epoch = 0
+                await self._follow()
+        except QueueUnavailable:
+            return
+
+    async def _lead(self) -> None:
+        if self._epoch != self._presence.epoch:
+            await self._follow(restore=True)
+            self._epoch = self._presence.epoch
+            self._publish_due_s = -math.inf
+        now_s = self._clock.now_s()
+        engines = [(engine.kind, engine.state, engine.models) for engine in self._roster]
+        if engines == self._engines_told and now_s < self._publish_due_s:
+            return
+        version = max(self._version + 1, self._presence.now_ms())
+        content = orjson.dumps(
+            {"engines": [_told(engine, now_s) for engine in self._roster], "learned": self._learned()},
+            option=orjson.OPT_NON_STR_KEYS,
+        )
+        snapshot = Snapshot(version, content)
+        if await self._queue.publish(snapshot, epoch=self._presence.epoch, now_ms=self._presence.now_ms()):
+            self._version = self._followed = version
+            self._engines_told = list(engines)
+            self._publish_due_s = now_s + PUBLISH_S
+
+    async def _follow(self, *, restore: bool = False) -> None:
+        if self._version == self._followed:
+            return
+        snapshot = await self._queue.snapshot()
+        if snapshot is None:
+            return
+        content = orjson.loads(snapshot.content)
+        now_s = self._clock.now_s()
+        for told in content.get("engines", []):
+            if told.get("name") in self._roster:
+                engine = self._roster[told["name"]]
+                await self._adopt(engine, told, now_s)
+                self._on_heard(engine)
+        if restore:
+            self._restore(content.get("learned", {}))
+        self._version = self._followed = snapshot.version
+
+    async def _adopt(self, engine: Engine, told: Mapping[str, Any], now_s: float) -> None:
+        kind = str(told["kind"])
+        if kind != "auto" and (engine.backend is None or engine.backend.kind != kind):
+            engine.backend = await self._open(engine, kind)
+        engine.cards = tuple(ModelCard(card["id"], card["raw"], card.get("max_model_len")) for card in told["cards"])
+        engine.models = frozenset(card.id for card in engine.cards)
+        engine.version = str(told["version"])
+        engine.detail = str(told["detail"])
+        engine.state = EngineState(told["state"])
+        values = {
+            Signal(name): Measured(value, source)
+            for name, (value, source) in told["sample"].items()
+            if name in _SIGNALS
+        }
+        engine.sample = Sample(now_s - float(told["sample_age_s"] or 0.0), values)
+
+
+def _told(engine: Engine, now_s: float) -> dict[str, object]:
+    """One engine as it is published."""
+    sample = engine.sample
+    return {
+        "name": engine.name,
+        "kind": engine.kind,
+        "state": engine.state.value,
+        "detail": engine.detail,
+        "version": engine.version,
+        "cards": [{"id": card.id, "raw": card.raw, "max_model_len": card.max_model_len} for card in engine.cards],
+        "sample": {signal.value: [measured.value, measured.source] for signal, measured in sample.values.items()},
+        "sample_age_s": now_s - sample.taken_s if sample.values else None,
+    }
+
+
+_SIGNALS = frozenset(signal.value for signal in Signal)

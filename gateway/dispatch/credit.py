@@ -1,0 +1,120 @@
+"""The credit this process holds: works it may start at once though another process leads.
+
+Credit is told as running totals (`queue.base.Credit`): what was ever started may reach what is ever allowed, so a lost
+or repeated renewal changes nothing. Its validity is counted on this process's monotonic clock from before the renewal
+that brought it was sent, minus a tenth, so that it ends here before the leader takes it back.
+
+Cut off from the store, a process keeps a share of each place that halves every HALVING_S: it may start while what it
+has in flight there is below it. The leader keeps the same share reserved, counted from later, so that both sides of a
+partition together stay inside the window. Only classes with a TTFT objective ever have credit or a share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gateway.queue.base import Credit, InFlight, Place, Renewed
+from policies.vocabulary import Work
+
+HALVING_S = 10.0
+RESERVED_S = 60.0
+"""The leader forgets a lost session's share after this; it is less than a sixtieth by then."""
+SAFETY = 0.9
+NOTHING = InFlight()
+
+
+def share_left(share: int, since_s: float) -> int:
+    """Works of a share that are left `since_s` after contact was lost."""
+    return int(share * 0.5 ** (since_s / HALVING_S)) if since_s < RESERVED_S else 0
+
+
+@dataclass(slots=True)
+class _Held:
+    credit: Credit
+    until_s: float
+
+
+class CreditBook:
+    """See the module header. Owned by the process's dispatcher; `started` goes into each report."""
+
+    __slots__ = ("_held", "_renewed_s", "_shares", "epoch", "started")
+
+    def __init__(self) -> None:
+        self._held: dict[Place, _Held] = {}
+        self._shares: dict[Place, int] = {}
+        self._renewed_s = 0.0
+        self.epoch = 0
+        self.started: dict[Place, InFlight] = {}
+
+    def renewed(self, renewed: Renewed, *, sent_s: float, now_ms: int) -> None:
+        """Take a renewal's answer. sent_s: our monotonic clock before it was sent, now_ms the pool clock then."""
+        self._renewed_s = sent_s
+        self.epoch = max(self.epoch, renewed.epoch)
+        self._held = {
+            place: _Held(credit, sent_s + SAFETY * (credit.expires_ms - now_ms) / 1000)
+            for place, credit in renewed.credits.items()
+            if credit.expires_ms > now_ms
+        }
+        self._shares = {place: credit.share for place, credit in renewed.credits.items()}
+
+    def lost(self) -> None:
+        """The session is another one: its totals begin anew."""
+        self._held.clear()
+        self.started.clear()
+
+    def spend(self, work: Work, engines: Iterable[str], now_s: float) -> str | None:
+        """Start a work on one of these engines if credit allows, and count it; the one with the most left."""
+        best, most = None, 0
+        for engine in engines:
+            left = self._left(work, (engine, work.class_name), now_s)
+            if left > most:
+                best, most = engine, left
+        if best is not None:
+            self._count(work, (best, work.class_name))
+        return best
+
+    def spend_share(
+        self, work: Work, engines: Iterable[str], running: Mapping[Place, InFlight], now_s: float
+    ) -> str | None:
+        """The same while cut off from the store; running: what this process has in flight."""
+        best, most = None, 0
+        for engine in engines:
+            place = (engine, work.class_name)
+            share = share_left(self._shares.get(place, 0), now_s - self._renewed_s)
+            left = share - running.get(place, NOTHING).works
+            if left > most:
+                best, most = engine, left
+        if best is not None:
+            self._count(work, (best, work.class_name))
+        return best
+
+    def keep_shares(self, shares: Mapping[Place, int], now_s: float) -> None:
+        """A leader's own part, in case it is cut off: what the others were not given."""
+        self._shares = dict(shares)
+        self._renewed_s = now_s
+
+    def _left(self, work: Work, place: Place, now_s: float) -> int:
+        """Works that may still be started on a place, 0 when this one does not fit."""
+        held = self._held.get(place)
+        if held is None or now_s >= held.until_s:
+            return 0
+        allowed, started = held.credit.allowed, self.started.get(place, NOTHING)
+        if started.kv_tokens + work.prompt_tokens > allowed.kv_tokens:
+            return 0
+        if started.prefill_tokens + work.prompt_tokens > allowed.prefill_tokens:
+            return 0
+        return allowed.works - started.works
+
+    def _count(self, work: Work, place: Place) -> None:
+        was = self.started.get(place, NOTHING)
+        self.started[place] = InFlight(
+            was.works + 1, was.kv_tokens + work.prompt_tokens, was.prefill_tokens + work.prompt_tokens
+        )
+
+    def __repr__(self) -> str:
+        left = {
+            "/".join(place): held.credit.allowed.works - self.started.get(place, NOTHING).works
+            for place, held in self._held.items()
+        }
+        return f"<CreditBook epoch={self.epoch} left={left}>"

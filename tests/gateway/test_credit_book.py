@@ -1,0 +1,84 @@
+"""What a process may start on credit, and on its share once it is cut off."""
+
+from __future__ import annotations
+
+from gateway.dispatch.credit import HALVING_S, CreditBook, share_left
+from gateway.queue.base import Credit, InFlight, Renewed
+from policies.vocabulary import Work
+
+PLACE = ("a", "chat")
+
+
+def work(prompt_tokens: int = 10) -> Work:
+    return Work(
+        id="w",
+        class_name="chat",
+        tenant="t",
+        model="m",
+        path="/v1/completions",
+        accepted_s=0.0,
+        rank=0.0,
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def book(works: int, *, tokens: int = 1000, expires_ms: int = 2_000, share: int = 0) -> CreditBook:
+    held = CreditBook()
+    credit = Credit(InFlight(works, tokens, tokens), share, expires_ms)
+    held.renewed(Renewed({PLACE: credit}, epoch=5, snapshot_version=1), sent_s=100.0, now_ms=0)
+    return held
+
+
+def test_credit_allows_as_many_works_as_it_says() -> None:
+    held = book(2)
+
+    started = [held.spend(work(), ["a"], 100.0) for _ in range(3)]
+
+    assert started == ["a", "a", None]
+    assert held.started[PLACE] == InFlight(2, 20, 20)
+
+
+def test_a_repeated_renewal_gives_nothing_twice() -> None:
+    held = book(2)
+    held.spend(work(), ["a"], 100.0)
+    again = Credit(InFlight(2, 1000, 1000), 0, 2_000)
+
+    held.renewed(Renewed({PLACE: again}), sent_s=100.5, now_ms=500)
+
+    assert [held.spend(work(), ["a"], 100.6) for _ in range(2)] == ["a", None]
+
+
+def test_credit_ends_a_tenth_early_on_our_own_clock() -> None:
+    held = book(2, expires_ms=2_000)
+
+    assert held.spend(work(), ["a"], 100.0 + 1.79) == "a"
+    assert held.spend(work(), ["a"], 100.0 + 1.81) is None
+
+
+def test_a_prompt_past_the_tokens_allowed_has_to_ask() -> None:
+    held = book(5, tokens=25)
+
+    assert held.spend(work(20), ["a"], 100.0) == "a"
+    assert held.spend(work(20), ["a"], 100.0) is None
+
+
+def test_another_session_begins_its_totals_anew() -> None:
+    held = book(1)
+    held.spend(work(), ["a"], 100.0)
+
+    held.lost()
+
+    assert held.started == {}
+    assert held.spend(work(), ["a"], 100.0) is None
+
+
+def test_a_share_halves_and_counts_what_still_runs() -> None:
+    held = book(0, share=4)
+    running = {PLACE: InFlight(1, 0, 0)}
+
+    at_once = held.spend_share(work(), ["a"], running, 100.0)
+    later = held.spend_share(work(), ["a"], {PLACE: InFlight(2, 0, 0)}, 100.0 + HALVING_S)
+
+    assert at_once == "a"
+    assert later is None
+    assert [share_left(4, seconds) for seconds in (0, 10, 20, 30, 60)] == [4, 2, 1, 0, 0]
