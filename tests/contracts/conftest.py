@@ -16,6 +16,7 @@ from gateway.queue.base import Queue
 from gateway.queue.keys import keys
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.queue.redis_queue import RedisQueue, connect
+from tests.contracts.releases import SIDE_BY_SIDE, beside_schema_1
 from tests.queue_checks import check_keys
 from tests.redis_servers import KINDS, Server, binary, serving
 
@@ -46,18 +47,20 @@ def valkey(servers: dict[str, Server]) -> Server:
     return servers["valkey-9"]
 
 
-@pytest.fixture(params=["memory", "fakeredis", *(kind for kind in KINDS if binary(kind))])
+@pytest.fixture(params=["memory", "fakeredis", *(kind for kind in KINDS if binary(kind)), *SIDE_BY_SIDE])
 async def queue(request: pytest.FixtureRequest, servers: dict[str, Server]) -> AsyncIterator[Queue]:
-    """Every implementation on every server. On a real store each test's keys are checked after it."""
+    """Every implementation on every server, and releases side by side. On a real store each test's keys are checked."""
     if request.param == "memory":
         yield MemoryQueue(lambda: NOW_MS)
         return
     if request.param == "fakeredis":
         client: Redis = FakeAsyncRedis(server=FakeServer(server_type="valkey"), protocol=2)
+    elif request.param in SIDE_BY_SIDE:
+        client = connect(servers["valkey-9"].url)
     else:
         client = connect(servers[request.param].url)
     async with pool_on(client) as one:
-        yield one
+        yield beside_schema_1(one, *SIDE_BY_SIDE[request.param]) if request.param in SIDE_BY_SIDE else one
 
 
 class pool_on:  # noqa: N801 - reads as a function

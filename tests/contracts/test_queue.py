@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -1086,5 +1087,5 @@ async def lose_everything(queue: Queue) -> None:
     if isinstance(queue, MemoryQueue):
         queue.forget()
     else:
-        assert isinstance(queue, RedisQueue)
-        await queue._client.delete(*queue._keys)
+        store = cast("RedisQueue", queue)
+        await store._client.delete(*store._keys)
