@@ -151,9 +151,9 @@ class _Round:
 
     def offer(self, work: Work, turn: str) -> bool:
         """Place the work if an engine has room for it and its tenant may have more in flight."""
-        kind = _kind(work)
+        kind = (work.class_name, work.model, work.path, work.pinned_engine, work.avoid)
         refused = self._refused.get((kind, work.tenant))
-        if work.id in self._placed or (refused is not None and refused.covers(work)):
+        if (refused is not None and refused.covers(work)) or work.id in self._placed:
             return False
         in_flight = self._tenants.in_flight(work.tenant) + self._placed_by_tenant.get(work.tenant, 0)
         if _capped(work, self._policy, in_flight):
@@ -236,7 +236,7 @@ class _Refused:
         return self.count >= LOOK_AHEAD or (
             work.prompt_tokens >= self.prompt_tokens
             and work.sequences >= self.sequences
-            and _output_limit(work) >= self.output_tokens
+            and (work.max_tokens is None or work.max_tokens >= self.output_tokens)
         )
 
 
@@ -270,10 +270,6 @@ def _capped(work: Work, policy: Policy, in_flight: float) -> bool:
 
 def _spread(work: Work, policy: Policy) -> bool:
     return policy.class_policy(work.class_name).has_ttft_objective
-
-
-def _kind(work: Work) -> Kind:
-    return work.class_name, work.model, work.path, work.pinned_engine, work.avoid
 
 
 def _name(candidate: Candidate) -> str:

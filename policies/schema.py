@@ -316,8 +316,8 @@ class Policy:
 
     def overdue(self, work: Work, now_s: float) -> bool:
         """True for a work without TTFT objective that is about to reach its class's max_age_s, or has."""
-        one = self.class_policy(work.class_name)
-        if one.has_ttft_objective or one.max_age_s is None:
+        one = self.classes.get(work.class_name, _UNNAMED_CLASS)
+        if one.max_age_s is None or one.ttft_sla_s is not None:
             return False
         return now_s - work.accepted_s >= PRESSING_FRACTION * one.max_age_s
 

@@ -51,10 +51,17 @@ def urgent(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters) -> 
 
 def backlogs(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters, now_s: float) -> list[Backlog]:
     """Turns 1, 2 and 4: the works without an objective by class and model, most preferred class first."""
+    objective = {name for name, one in policy.classes.items() if one.has_ttft_objective}
     found: dict[tuple[str, str], dict[str, list[Work]]] = {}
-    for work in waiting:
-        if not policy.class_policy(work.class_name).has_ttft_objective:
-            found.setdefault((work.class_name, work.model), {}).setdefault(work.tenant, []).append(work)
+    lane: list[Work] = []
+    key: tuple[str, str, str] | None = None
+    for work in waiting:  # works of one class and tenant come one after another: the lane is looked up at each change
+        if key != (work.class_name, work.model, work.tenant):
+            key = (work.class_name, work.model, work.tenant)
+            lane = []
+            if work.class_name not in objective:
+                lane = found.setdefault((work.class_name, work.model), {}).setdefault(work.tenant, lane)
+        lane.append(work)
     return [
         _backlog(key, found[key], policy, tenants, now_s)
         for key in sorted(found, key=lambda key: (_place(policy, key[0]), key))
@@ -109,7 +116,8 @@ def _backlog(
     now_s: float,
 ) -> Backlog:
     class_name, model = key
-    pressing = [work for works in by_tenant.values() for work in works if policy.overdue(work, now_s)]
+    ages = policy.class_policy(class_name).max_age_s is not None
+    pressing = [work for works in by_tenant.values() for work in works if ages and policy.overdue(work, now_s)]
     pressing.sort(key=lambda work: (policy.due_s(work), work.rank, work.id))
     lanes = [
         (tenants.tag(class_name, tenant), tenant, policy.tenant(tenant).weight, iter(sorted(works, key=_by_rank)))
