@@ -248,9 +248,11 @@ class Dispatcher:
             self._uncertain.pop((grant.work_id, grant.attempt), None)
             if claimed is None:
                 self._take_back(grant)
-            elif claimed.owner == self._presence.session:
+            elif claimed.owner.id == self._presence.session.id:  # also if that session of ours was lost meanwhile
                 if not self._deliver(grant):
                     self._take_back(grant)
+            elif self._presence.sole:  # left by a process that died before us: nobody takes it up, and it will be swept
+                self._take_back(grant)
             else:
                 entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
                 if entry is not None:
@@ -265,6 +267,9 @@ class Dispatcher:
     def _grant(self, placement: Placement, now_s: float) -> Grant:
         work, engine = placement.work, placement.engine
         attempt = work.attempt + 1
+        if (runs_on := self._ledger.engine_of(work.id, attempt)) is not None:
+            # The store lost its data between our claim and the answer, and was told of this work as waiting.
+            return Grant(work.id, runs_on, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
         self._ledger[engine].add(work, attempt, now_s)
         self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
         self._sink(placement.decision)
@@ -284,8 +289,9 @@ class Dispatcher:
             await asyncio.sleep(TICK_S * self._rng.uniform(0.9, 1.0))
             self._ledger.refresh()
             now_s = self._clock.pool_s()
+            queued = self.depths()
             for view in self._roster.views(self._clock.now_s()):
-                self._sizing.on_event(Sampled(view), now_s)
+                self._sizing.on_event(Sampled(view, queued), now_s)
             self._drop_uncertain(now_s)
             self.wake_if_waiting()
             if self._took_over and not self._presence.epoch:

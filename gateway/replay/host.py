@@ -12,7 +12,7 @@ telemetry.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 
 from backends.base import BackendError, Capabilities, Measured, ModelCard, Probe, Sample, Signal
@@ -31,7 +31,6 @@ CAPABILITIES = Capabilities(include_usage=True)
 class EngineSpec:
     """One engine of a replayed pool.
 
-    speed                one of the profile's seconds takes 1/speed; what is told of the engine stays the same
     interrupted_at_s     a spot machine that is taken away then, for good; it is told notice_s before
     killed_at_s          it dies then, unannounced, and is back, empty, after down_s
     silent_s             (from, until): its metrics are not to be had
@@ -40,7 +39,6 @@ class EngineSpec:
     name: str
     profile: Profile
     options: EngineOptions = field(default_factory=EngineOptions)
-    speed: float = 1.0
     interrupted_at_s: float | None = None
     notice_s: float = 0.0
     killed_at_s: float | None = None
@@ -177,7 +175,17 @@ class EngineHost:
         """None where the profile has no power curve."""
         if self.spec.profile.power_model is None:
             return None
-        return (self._past_energy_j + self.engine.totals.energy_j) / self.spec.speed
+        return self._past_energy_j + self.engine.totals.energy_j
+
+    @property
+    def sequences(self) -> KeysView[Sequence]:
+        """What runs and waits here for the gateway, in the order in which it came."""
+        return self._attempts.keys()
+
+    def step_left_s(self) -> float:
+        """Until the step under way ends; 0 when none is."""
+        step_end_s = self.engine._step_end_s
+        return max(0.0, step_end_s - self._now_s()) if step_end_s < math.inf else 0.0
 
     def speaks(self, path: str) -> bool:
         del path
@@ -219,10 +227,10 @@ class EngineHost:
         passed_s = now_s - self._polled_s
         if passed_s <= 0:
             return {}
-        busy = (totals.busy_s - self._polled_busy_s) / self.spec.speed / passed_s
+        busy = (totals.busy_s - self._polled_busy_s) / passed_s
         found = {Signal.GPU_BUSY_FRACTION: min(1.0, max(0.0, busy))}
         if power is not None:
-            watts = (totals.energy_j - self._polled_energy_j) / self.spec.speed / passed_s
+            watts = (totals.energy_j - self._polled_energy_j) / passed_s
             found[Signal.GPU_POWER_FRACTION] = min(1.0, max(0.0, watts / (power.p0 + power.dp)))
         self._polled_s, self._polled_busy_s, self._polled_energy_j = now_s, totals.busy_s, totals.energy_j
         return found
@@ -236,14 +244,14 @@ class EngineHost:
         self._rearm()
 
     def _now_s(self) -> float:
-        """Engine time: since it started, at its own speed."""
-        return (self._loop.time() - self._started_s) * self.spec.speed
+        """Engine time: since it started."""
+        return self._loop.time() - self._started_s
 
     def _rearm(self) -> None:
         """Have the loop wake us at the next event. An earlier wake that is set already finds nothing and sets this."""
         next_s = self.engine.next_event_s()
         if next_s < math.inf:
-            at_s = self._started_s + next_s / self.spec.speed
+            at_s = self._started_s + next_s
             if at_s < self._wake_at_s:
                 self._wake_at_s = at_s
                 self._wake_handle = handle = object()

@@ -312,8 +312,8 @@ class World:
     def _placed_in_front(self, work: Work) -> Work:
         if self.plan.front is None:
             return work
-        up = [name for name, host in self.hosts.items() if host.up]
-        outstanding = {name: len(self.hosts[name]._attempts) for name in up}
+        up = [engine.name for engine in self.replicas[0].roster if engine.state is EngineState.UP]
+        outstanding = {name: len(self.hosts[name].sequences) for name in up}
         return replace(work, pinned_engine=self.plan.front(up, outstanding)) if up else work
 
     async def _queued(self, course: Course) -> None:

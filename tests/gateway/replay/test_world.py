@@ -23,6 +23,7 @@ from gateway.replay.world import Backlog, Plan, Played, replay
 from policies import sizing, vocabulary
 from policies.document import parse
 from policies.limits import LIMITS
+from policies.limits.fixed import FixedLimits
 from policies.schema import Policy
 from policies.vocabulary import Decision
 from tests.gateway.replay.quiet import QUIET
@@ -236,3 +237,16 @@ def test_five_requests_a_second_replay_three_hundred_times_as_fast_as_they_came(
     played = replay(plan, QUIET)
 
     assert played.end_s / (time.process_time() - begun_s) > 300
+
+
+def test_the_control_tick_tells_sizing_policies_how_much_waits() -> None:
+    told: list[int] = []
+
+    class Listening(FixedLimits):
+        def on_event(self, event: sizing.SizingEvent, now_s: float) -> None:
+            if isinstance(event, sizing.Sampled):
+                told.append(event.queued.get("interactive", 0))
+
+    replay(Plan(ENGINE, policy(total=2, bulk=1), burst(9, output=200), sizing=Listening), QUIET)
+
+    assert max(told) == 7
