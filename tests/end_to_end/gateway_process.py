@@ -90,6 +90,12 @@ class GatewayProcess:
         async with asyncio.timeout(STOP_S):
             return await self.process.wait()
 
+    async def until_ready(self) -> None:
+        """Wait until /readyz says yes: behind a shared Redis a process first has to find out who leads."""
+        async with asyncio.timeout(START_S):
+            while (await self._admin.get(f"{self.admin_url}/readyz")).status_code != 200:
+                await asyncio.sleep(0.02)
+
     async def metrics(self) -> dict[str, float]:
         """The admin page as series -> value."""
         page = (await self._admin.get(f"{self.admin_url}/metrics")).text
