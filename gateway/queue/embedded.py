@@ -24,6 +24,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -89,7 +90,7 @@ class EmbeddedValkey:
     pid       of the server that answers now
     """
 
-    __slots__ = ("_gateway_lock", "_log", "_program", "_socket", "_state_dir", "adopted", "pid")
+    __slots__ = ("_gateway_lock", "_log", "_process", "_program", "_socket", "_state_dir", "adopted", "pid")
 
     def __init__(self, state_dir: Path, *, log: FilteringBoundLogger, program: Path | None = None) -> None:
         self._state_dir = state_dir.absolute()
@@ -97,6 +98,7 @@ class EmbeddedValkey:
         self._program = program
         self._gateway_lock = -1
         self._socket = Path()
+        self._process: asyncio.subprocess.Process | None = None
         self.adopted = False
         self.pid = 0
 
@@ -156,17 +158,16 @@ class EmbeddedValkey:
             await asyncio.sleep(_RESTART_PAUSE_S)
 
     async def _up(self) -> None:
-        lock = _try_lock(self._state_dir / "server.lock")
-        if lock is None:
-            await self._adopt()
-            return
+        while (lock := _try_lock(self._state_dir / "server.lock")) is None:
+            if await self._adopt():
+                return
         try:
             await self._start(lock)
         finally:
             os.close(lock)
 
-    async def _adopt(self) -> None:
-        """A server lives that an earlier gateway started, or is just starting."""
+    async def _adopt(self) -> bool:
+        """A server lives that an earlier gateway started, or is just starting. False: it was dying and is gone."""
         record = self._read_record()
         if record is None:
             msg = (
@@ -174,13 +175,17 @@ class EmbeddedValkey:
             )
             raise EmbeddedServerError(msg)
         self._socket = Path(record.socket)
-        pid, run_id = await self._answer()
+        identity = await self._answer(self._lives)
+        if identity is None:
+            return False
+        pid, run_id = identity
         if record.run_id and record.run_id != run_id:
             msg = f"queue server run id {run_id}: expected {record.run_id}; end process {pid} or give another state dir"
             raise EmbeddedServerError(msg)
         self.pid, self.adopted = pid, True
         self._write_record(_Record(str(self._socket), pid, run_id))
         self._log.info("queue server adopted", pid=pid)
+        return True
 
     async def _start(self, lock: int) -> None:
         """Start one that inherits `lock`. It is killed again when it does not answer."""
@@ -207,29 +212,34 @@ class EmbeddedValkey:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock,),
             )  # fmt: skip
         try:
-            self.pid, run_id = await self._answer(process)
+            identity = await self._answer(lambda: process.returncode is None)
+            if identity is None:
+                raise self._no_answer(f"ended with {process.returncode}")
         except BaseException:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
             raise
-        self.adopted = False
+        self.pid, run_id = identity
+        self.adopted, self._process = False, process
         self._write_record(_Record(str(self._socket), self.pid, run_id))
 
-    async def _answer(self, process: asyncio.subprocess.Process | None = None) -> tuple[int, str]:
-        """Process and run id of the server at our socket, once it has loaded its data."""
+    async def _answer(self, alive: Callable[[], bool]) -> tuple[int, str] | None:
+        """Process and run id of the server at our socket, once it has loaded its data; None when it lives no more."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while process is None or process.returncode is None:
+                while alive():
                     identity = await self._identity()
                     if identity is not None:
                         return identity
                     await asyncio.sleep(_POLL_S)
-            why = f"ended with {process.returncode}"
         except TimeoutError:
-            why = f"did not answer within {START_TIMEOUT_S} s"
-        msg = f"queue server {why}: expected it at {self._socket}; see {self._state_dir / 'server.log'}{self._last_words()}"
-        raise EmbeddedServerError(msg)
+            raise self._no_answer(f"did not answer within {START_TIMEOUT_S} s") from None
+        return None
+
+    def _no_answer(self, why: str) -> EmbeddedServerError:
+        log = self._state_dir / "server.log"
+        return EmbeddedServerError(f"queue server {why}: expected it at {self._socket}; see {log}{self._last_words()}")
 
     async def _identity(self) -> tuple[int, str] | None:
         client = connect(self.url)
@@ -254,6 +264,9 @@ class EmbeddedValkey:
                 self._signal(how)
             else:
                 await self._gone()
+            if self._process is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
         except BaseException:
             self._signal(signal.SIGTERM)
             raise
