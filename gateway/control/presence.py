@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 
 from gateway.clock import PoolClock
 from gateway.queue.base import Expired, Queue, QueueUnavailable, Renewed, Session, SessionReport
@@ -33,6 +33,7 @@ class Presence:
     """
 
     __slots__ = (
+        "_beating",
         "_candidate",
         "_changed",
         "_clock",
@@ -93,6 +94,8 @@ class Presence:
         self._clock_due_s = 0.0
         self._swept_seq = 0
         self._changed = asyncio.Event()
+        # One at a time: two that find the session lost would register two, and what waits would be split among them.
+        self._beating = asyncio.Lock()
 
     def now_ms(self) -> int:
         """The pool clock in Redis's unit."""
@@ -138,15 +141,16 @@ class Presence:
 
     async def beat(self) -> None:
         """Renew everything once. A store that does not answer is noted, never raised: validity runs out by itself."""
-        await self._bear(self._beat())
+        await self._bear(self._beat)
 
     async def renew(self) -> None:
         """Renew the session only, and ring for the room that its report shows."""
-        await self._bear(self._renew_session(ring=True))
+        await self._bear(lambda: self._renew_session(ring=True))
 
-    async def _bear(self, calls: Coroutine[None, None, None]) -> None:
+    async def _bear(self, calls: Callable[[], Awaitable[None]]) -> None:
         try:
-            await calls
+            async with self._beating:
+                await calls()
         except QueueUnavailable as error:
             self.last_error = str(error)
         else:

@@ -169,6 +169,11 @@ class Ledger:
     def __iter__(self) -> Iterator[tuple[str, EngineLedger]]:
         return iter(self._engines.items())
 
+    def engine_of(self, work_id: str, attempt: int) -> str | None:
+        """Where an attempt is counted; None: nowhere."""
+        key = (work_id, attempt)
+        return next((name for name, ledger in self._engines.items() if key in ledger.entries), None)
+
     def refresh(self) -> None:
         for ledger in self._engines.values():
             ledger.refresh()

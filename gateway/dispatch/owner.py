@@ -28,6 +28,8 @@ from policies.vocabulary import Grant, Outcome, Work
 RECONCILE_S = 1.0
 TAKE_S = 0.25
 SETTLE_BATCH = 512
+STORE_PATIENCE_S = 5.0
+STORE_RETRY_S = 0.2
 
 
 class QueueFull(Exception):
@@ -89,7 +91,7 @@ class Owner:
     async def wait(self, work: Work, max_queue: Mapping[str, int]) -> Grant:
         """Leave to start, when there is room; cancel to stop waiting. The caller owes one `finished` per grant.
 
-        Raises QueueFull, and QueueUnavailable when the store cannot take the work.
+        Raises QueueFull, and QueueUnavailable when the store could not take the work for STORE_PATIENCE_S.
         """
         dispatcher = self._dispatcher
         assert dispatcher is not None
@@ -171,17 +173,30 @@ class Owner:
                 return
         self._entries[work.id] = work.attempt
         try:
-            answer = await self._batcher.enqueue(work, max_queue=max_queue)
+            answer = await self._enqueued(work, max_queue)
         except SessionLost:
             await self._presence.beat()
             self._entries[work.id] = work.attempt
-            answer = await self._batcher.enqueue(work, max_queue=max_queue)
+            answer = await self._enqueued(work, max_queue)
         if answer is Enqueued.FULL:
             del self._entries[work.id]
             raise QueueFull(work.class_name)
         if answer is Enqueued.TAKEN:
             del self._entries[work.id]
             raise QueueUnavailable(f"work {work.id}: another session holds it; it will be swept, try again")
+
+    async def _enqueued(self, work: Work, max_queue: Mapping[str, int]) -> Enqueued:
+        """Enqueue, with patience for a store that is being restarted or replaced. Raises SessionLost, QueueUnavailable."""
+        give_up_s = self._clock.now_s() + STORE_PATIENCE_S
+        while True:
+            try:
+                return await self._batcher.enqueue(work, max_queue=max_queue)
+            except SessionLost:
+                raise
+            except QueueUnavailable:
+                if self._clock.now_s() >= give_up_s:
+                    raise
+                await asyncio.sleep(STORE_RETRY_S)
 
     def _forget(self, work_id: str) -> None:
         attempt = self._entries.pop(work_id, None)
