@@ -154,7 +154,7 @@ class MemoryQueue:
 
     async def sessions(self, *, now_ms: int) -> Mapping[Session, SessionReport]:
         return {
-            session_from(owner): present.report
+            session_from(owner): replace(present.report, renewed_ms=present.renewed_ms)
             for owner, present in self._sessions.items()
             if present.expires_ms > now_ms
         }

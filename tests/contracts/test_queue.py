@@ -560,7 +560,8 @@ async def test_live_sessions_are_listed_with_their_reports(queue: Queue) -> None
     await renew(queue, what=told, now_ms=NOW + 500)
     await register(queue, OTHER)
 
-    assert await queue.sessions(now_ms=NOW + 600) == {ME: told, OTHER: SessionReport()}
+    told = replace(told, renewed_ms=NOW + 500)
+    assert await queue.sessions(now_ms=NOW + 600) == {ME: told, OTHER: SessionReport(renewed_ms=NOW)}
     assert await queue.sessions(now_ms=NOW + VALID) == {ME: told}
 
 
@@ -570,7 +571,7 @@ async def test_a_late_renewal_neither_shortens_a_session_nor_brings_its_old_repo
 
     assert await register(queue, now_ms=NOW)
 
-    assert await queue.sessions(now_ms=NOW + VALID + 500) == {ME: newest}
+    assert await queue.sessions(now_ms=NOW + VALID + 500) == {ME: replace(newest, renewed_ms=NOW + 1_000)}
 
 
 async def test_a_renewal_may_ring_the_pool_s_bell_if_anything_waits(queue: Queue) -> None:
