@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -198,8 +199,9 @@ class RedisQueue:
         found: dict[Session, SessionReport] = {}
         for part, value in (await self._command("HGETALL", self._key["sessions"])).items():
             line, _, report = value.partition(b"\n")
-            if int(line.split(b"\t")[1]) > now_ms:
-                found[session_from(part.decode())] = unpack_report(report)
+            renewed_ms, expires_ms = map(int, line.split(b"\t")[:2])
+            if expires_ms > now_ms:
+                found[session_from(part.decode())] = replace(unpack_report(report), renewed_ms=renewed_ms)
         return found
 
     async def end_session(self, session: Session) -> Expired:
