@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -22,13 +21,11 @@ from importlib.metadata import version
 from types import TracebackType
 from typing import Self
 
-from aiohttp import web
-
 from backends.base import Backend, EngineAddress
 from backends.connection import EnginePool
 from backends.detect import detect, make_backend
 from gateway.addresses import parse_listen
-from gateway.admin.api import admin_app
+from gateway.admin.listener import bound, listen_admin, url_of
 from gateway.clock import PoolClock
 from gateway.control.catalogue import Catalogue
 from gateway.control.policy_store import PolicyStore
@@ -64,15 +61,14 @@ POOL = "default"
 FIRST_POLL_S = 3.0
 LAG_EVERY_S = 0.5
 DECISIONS_KEPT = 64
-LISTENERS_CLOSE_S = 5.0
 
 
 class Role(StrEnum):
     """What a process of a gateway does.
 
-    SOLO      everything: accepts requests, and leads the pool when nobody else does
-    DECIDER   polls engines and leads (or waits to); accepts no requests; has the admin listener
-    WORKER    accepts requests; never leads, has no admin listener
+    SOLO      everything: accepts requests, and leads the pool when nobody else does; has both listeners
+    DECIDER   polls engines and leads (or waits to); accepts no requests
+    WORKER    serves the connections that `gateway.workers.worker` hands to its ingress; never leads
     """
 
     SOLO = "solo"
@@ -96,7 +92,6 @@ class Gateway:
         rng: random.Random | None = None,
         sole: bool | None = None,
         role: Role = Role.SOLO,
-        public_socket: socket.socket | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
         on_decision: Callable[[Decision], None] | None = None,
     ) -> None:
@@ -105,7 +100,6 @@ class Gateway:
         queue                     use this one; its owner closes it
         sole                      nobody else shares the queue; by default when it is the embedded one
         role                      what this process does of all that; see Role
-        public_socket             a bound socket to accept on, instead of settings.listen
         on_outcome, on_decision   told of each, synchronously
         """
         self.settings = settings
@@ -116,7 +110,6 @@ class Gateway:
         self._rng = rng or random.Random()
         self._sole = sole if sole is not None else queue is None and settings.redis_url is None
         self._role = role
-        self._public_socket = public_socket
         self._on_outcome = on_outcome
         self._on_decision = on_decision
         self._stack = AsyncExitStack()
@@ -239,7 +232,7 @@ class Gateway:
         if url is None:
             self._valkey = await stack.enter_async_context(EmbeddedValkey(self.settings.state_dir, log=self._log))
             url = self._valkey.url
-        queue = RedisQueue(connect(url), pool=POOL, log=self._log, rng=self._rng)
+        queue = open_queue(url, log=self._log, rng=self._rng)
         stack.push_async_callback(queue.close)
         warning = await queue.eviction_warning()
         if warning:
@@ -248,34 +241,14 @@ class Gateway:
 
     async def _listen(self, stack: AsyncExitStack) -> None:
         """Admin first, so that probes can see the start; the public listener only when all else runs."""
-        if self._role is not Role.WORKER:
-            await self._listen_admin(stack)
-        if self._role is Role.DECIDER:
-            return
-        if self._public_socket is not None:
-            listener = await self.ingress.listen(sock=self._public_socket)
-        else:
-            public = parse_listen(self.settings.listen)
-            listener = await _bound(self.ingress.listen(host=public.host, port=public.port), "listen", str(public))
+        solo = self._role is Role.SOLO
+        if solo:
+            self.admin_url = await listen_admin(stack, self, self.telemetry, self.settings.admin_listen)
         stack.push_async_callback(self.ingress.close)
-        self.public_url = _url(listener, self.settings.listen) + self.settings.mount_path
-
-    async def _listen_admin(self, stack: AsyncExitStack) -> None:
-        admin = parse_listen(self.settings.admin_listen)
-        runner = web.AppRunner(
-            admin_app(self, self.telemetry, any_host=not admin.loopback),
-            access_log=None,
-            shutdown_timeout=LISTENERS_CLOSE_S,
-        )
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        assert runner.server is not None
-        loop = asyncio.get_running_loop()
-        admin_server = await _bound(
-            loop.create_server(runner.server, admin.host, admin.port), "admin_listen", str(admin)
-        )
-        stack.callback(admin_server.close)
-        self.admin_url = _url(admin_server, self.settings.admin_listen)
+        if solo:
+            public = parse_listen(self.settings.listen)
+            listener = await bound(self.ingress.listen(host=public.host, port=public.port), "listen", public)
+            self.public_url = url_of(listener.sockets[0], public) + self.settings.mount_path
 
     # -- what parts tell each other --------------------------------------------------------------------------------
 
@@ -446,19 +419,6 @@ class _Background:
             await self._group.__aexit__(None, None, None)
 
 
-async def _bound(listening: object, setting: str, address: str) -> asyncio.Server:
-    try:
-        server: asyncio.Server = await listening  # type: ignore[misc]
-    except OSError as error:
-        raise OSError(
-            error.errno, f"{setting} {address}: {error.strerror or error}; choose another address or stop what holds it"
-        ) from None
-    return server
-
-
-def _url(server: asyncio.Server, configured: str) -> str:
-    """Where a listener can be reached: the configured host (a loopback for a wildcard) with the real port."""
-    listen = parse_listen(configured)
-    port = server.sockets[0].getsockname()[1]
-    host = "127.0.0.1" if listen.host in {"0.0.0.0", "::"} else listen.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def open_queue(url: str, *, log: Log, rng: random.Random) -> RedisQueue:
+    """The pool's queue in a store; its owner closes it."""
+    return RedisQueue(connect(url), pool=POOL, log=log, rng=rng)

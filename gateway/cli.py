@@ -13,7 +13,7 @@ import argparse
 import errno
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 
 from gateway.addresses import AddressError
@@ -29,8 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
     argv = sys.argv[1:] if argv is None else argv
     args = _parser(argv).parse_args(argv)
+    return exit_code(lambda: int(args.run(args)))
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """What `run` returns, or the code for the way in which it failed, told on standard error."""
     try:
-        return int(args.run(args))
+        return run()
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:

@@ -43,6 +43,16 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
+class Merge(StrEnum):
+    """What one gauge means when several processes each have a value for it."""
+
+    DECIDER = "decider"
+    """Only what the process that decides says: it alone knows the whole pool."""
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+
+
 @dataclass(frozen=True, slots=True)
 class Instrument:
     """One row of the table.
@@ -52,6 +62,7 @@ class Instrument:
     help     one sentence for the operator
     labels   names of the labels, in the order in which values are given
     buckets  upper bounds of a histogram, ascending, without +Inf
+    merge    of a gauge; counters and histograms are always summed
     """
 
     name: str
@@ -60,6 +71,7 @@ class Instrument:
     labels: Labels = ()
     unit: str = ""
     buckets: tuple[float, ...] = ()
+    merge: Merge = Merge.DECIDER
 
 
 class Tally:
@@ -86,6 +98,15 @@ class Spread:
         if math.isfinite(value):
             self.counts[bisect_left(self._bounds, value)] += 1
             self.total += value
+
+    def absorb(self, counts: Sequence[int], total: float) -> None:
+        """Add what another process counted. Its bounds are ours as far as both go (`Histogram` only adds to the end):
+        what lies past the topmost bound that both have is past all of ours."""
+        both = min(len(counts), len(self.counts)) - 1
+        past = self.counts[both:-1]
+        merged = [ours + theirs for ours, theirs in zip(self.counts[:both], counts[:both], strict=True)]
+        self.counts = [*merged, *past, self.counts[-1] + sum(counts[both:])]
+        self.total += total
 
 
 class Counter:

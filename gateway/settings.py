@@ -74,6 +74,7 @@ class Settings:
     trust_forwarded    keep X-Forwarded-* of clients (only behind a proxy of yours)
     cors_origins       origins allowed by CORS; () sends no CORS headers, ("*",) allows all without credentials
     allow_no_keys      serve beyond loopback without API keys
+    workers            processes that serve, under a supervisor when more than one; 0: one for each core
     """
 
     listen: str = "127.0.0.1:8080"
@@ -89,6 +90,7 @@ class Settings:
     trust_forwarded: bool = False
     cors_origins: tuple[str, ...] = ("*",)
     allow_no_keys: bool = False
+    workers: int = 1
     poll_s: float = 0.5
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()

@@ -12,12 +12,12 @@ reach without keys. Secrets are shown by nothing here; `describe` is what is pri
 from __future__ import annotations
 
 import dataclasses
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, create_model
 
 from gateway.addresses import (
     ENGINE_KINDS,
@@ -34,6 +34,9 @@ from gateway.settings import EngineSettings, Limits, Settings, Timeouts
 from policies.yaml_source import Finding, load
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+WORKERS_MAX = 256
+"""A bound against slips of the pen; far above any machine where more would help."""
 
 
 class SettingsError(ValueError):
@@ -56,6 +59,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--keys", dest="keys_file", type=Path, metavar="FILE", help="API keys, hashed")
     parser.add_argument("--state-dir", type=Path, metavar="DIR", help="where the private Valkey keeps its data")
     parser.add_argument("--mount-path", metavar="PATH", help="prefix of the public listener, e.g. /llm")
+    parser.add_argument(
+        "--workers", type=_workers, metavar="N", help="processes that serve; 1 by default, auto for one a core"
+    )
     parser.add_argument("--log-format", choices=FORMATS, help="json, human, or auto by terminal")
     parser.add_argument("--log-level", choices=tuple(LEVELS))
     parser.add_argument(
@@ -77,7 +83,7 @@ def settings_from(args: Namespace, environ: Mapping[str, str]) -> Settings:
     for name in ("listen", "admin_listen", "redis_url", "policy_file", "keys_file", "state_dir", "mount_path"):
         if getattr(args, name) is not None:
             changes[name] = getattr(args, name)
-    for name in ("log_format", "log_level", "allow_no_keys"):
+    for name in ("workers", "log_format", "log_level", "allow_no_keys"):
         if getattr(args, name) is not None:
             changes[name] = getattr(args, name)
     try:
@@ -172,6 +178,16 @@ def _with_default_key(settings: Settings, api_key: str | None) -> Settings:
     return dataclasses.replace(settings, engines=keyed)
 
 
+def _workers(text: str) -> int:
+    if text == "auto":
+        return 0
+    if not text.isascii() or not text.isdigit() or int(text) > WORKERS_MAX:
+        raise ArgumentTypeError(
+            f"{text!r}: expected auto or a number up to {WORKERS_MAX}; leave it out for one process"
+        )
+    return int(text)
+
+
 def _engine(entry: EngineEntry, environ: Mapping[str, str]) -> EngineSettings:
     api_key = entry.api_key.get_secret_value() if entry.api_key is not None else None
     if entry.api_key_env is not None:
@@ -195,6 +211,7 @@ EngineUrl = Annotated[str, AfterValidator(normalise_url), Field(repr=False)]
 EngineName = Annotated[str, AfterValidator(check_name)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0)]
+Workers = Annotated[int, Field(ge=0, le=WORKERS_MAX), BeforeValidator(lambda given: 0 if given == "auto" else given)]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -242,6 +259,7 @@ class SettingsDocument(BaseModel):
     trust_forwarded: bool = False
     cors_origins: tuple[str, ...] = ("*",)
     allow_no_keys: bool = False
+    workers: Workers = 1
     poll_s: Positive = 0.5
     timeouts: TimeoutsSection = TimeoutsSection()  # type: ignore[valid-type]
     limits: LimitsSection = LimitsSection()  # type: ignore[valid-type]

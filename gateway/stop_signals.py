@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -36,3 +37,15 @@ def stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
         yield first, second
     finally:
         remove()
+
+
+async def finished_before(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
+    """Do the work; False when the event came first, and the work was cancelled."""
+    async with asyncio.TaskGroup() as group:
+        doing = group.create_task(work)
+        waiting = group.create_task(event.wait())
+        await asyncio.wait([doing, waiting], return_when=asyncio.FIRST_COMPLETED)
+        finished = doing.done()
+        doing.cancel()
+        waiting.cancel()
+    return finished

@@ -16,11 +16,11 @@ It times nothing, starts no task and holds no lock. The machine below it is `gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.series import OTHER, Counter, Gauge, Histogram, Instrument, Kind, Registry, Spread, Tally
+from gateway.series import OTHER, Counter, Gauge, Histogram, Instrument, Kind, Merge, Registry, Spread, Tally
 from policies.sizing import Window
 from policies.vocabulary import Decision, EngineState, EngineView, Outcome, Reading, Result
 
@@ -38,8 +38,8 @@ def _counter(name: str, unit: str, text: str, *labels: str) -> Instrument:
     return Instrument(name, Kind.COUNTER, text, labels, unit)
 
 
-def _gauge(name: str, unit: str, text: str, *labels: str) -> Instrument:
-    return Instrument(name, Kind.GAUGE, text, labels, unit)
+def _gauge(name: str, unit: str, text: str, *labels: str, merge: Merge = Merge.DECIDER) -> Instrument:
+    return Instrument(name, Kind.GAUGE, text, labels, unit, merge=merge)
 
 
 def _histogram(name: str, buckets: tuple[float, ...], text: str, *labels: str) -> Instrument:
@@ -129,22 +129,32 @@ ENGINE_WAITING = _gauge("headrace_engine_waiting", "", "Requests in the engine's
 ENGINE_SAMPLE_AGE = _gauge(
     "headrace_engine_sample_age_seconds", "seconds", "Age of the newest sample; absent: none yet.", "engine"
 )
-CONNECTIONS = _gauge("headrace_client_connections", "", "Open client connections.")
-BODIES_HELD = _gauge("headrace_bodies_held_bytes", "bytes", "Request bodies held in memory.")
-REDIS_UP = _gauge("headrace_redis_up", "", "1 while Redis answers and takes writes.")
+CONNECTIONS = _gauge("headrace_client_connections", "", "Open client connections.", merge=Merge.SUM)
+BODIES_HELD = _gauge("headrace_bodies_held_bytes", "bytes", "Request bodies held in memory.", merge=Merge.SUM)
+REDIS_UP = _gauge("headrace_redis_up", "", "1 while Redis answers and takes writes.", merge=Merge.MIN)
 REDIS_LATENCY = _histogram(
     "headrace_redis_round_trip_seconds", STEP_BUCKETS_S, "One call of the queue to Redis.", "operation"
 )
 REDIS_ERRORS = _counter("headrace_redis_errors_total", "", "Queue calls that Redis did not serve.", "operation")
 LOOP_LAG = _histogram("headrace_loop_lag_seconds", STEP_BUCKETS_S, "How late the event loop ran a timer.")
-LEADER = _gauge("headrace_leader", "", "1 while this process decides for the pool.", "pool")
+LEADER = _gauge("headrace_leader", "", "1 while this process decides for the pool.", "pool", merge=Merge.MAX)
 POLICY_GENERATION = _gauge("headrace_policy_generation", "", "Policies put in force since the start, first is 1.")
 OBJECTIVE = _gauge(
     "headrace_ttft_objective_seconds", "seconds", "The TTFT objective of a class; absent for one without.", "class"
 )
-POLICY_RELOAD_FAILED = _gauge("headrace_policy_reload_failed", "", "1 while the newest policy file is refused.")
+POLICY_RELOAD_FAILED = _gauge(
+    "headrace_policy_reload_failed", "", "1 while the newest policy file is refused.", merge=Merge.MAX
+)
 POLICY_INFO = _gauge("headrace_policy_info", "", "1 for the content hash of the policy in force.", "version")
-BUILD_INFO = _gauge("headrace_build_info", "", "1 for the running version.", "version")
+BUILD_INFO = _gauge("headrace_build_info", "", "1 for the running version.", "version", merge=Merge.MAX)
+WORKER_UP = _gauge("headrace_worker_up", "", "1 for a worker that answers; 0 while it does not.", "worker")
+WORKER_RESTARTS = _counter(
+    "headrace_worker_restarts_total",
+    "",
+    "Processes replaced: it died, left (a signal to it), or reload; process is a worker's number or decider.",
+    "process",
+    "reason",
+)
 
 INSTRUMENTS: tuple[Instrument, ...] = (
     REQUESTS,
@@ -185,6 +195,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     POLICY_RELOAD_FAILED,
     POLICY_INFO,
     BUILD_INFO,
+    WORKER_UP,
+    WORKER_RESTARTS,
 )
 """The table, in the order of the page."""
 
@@ -319,6 +331,20 @@ class Telemetry:
     def keep(self, row: Instrument, *labels: str) -> Spread:
         """A histogram's series to be held by a caller that observes often."""
         return self._histograms[row].child(*labels)
+
+    # All rows, for merging the numbers of several processes (gateway.workers.merge).
+
+    def counters(self) -> Iterable[Counter]:
+        """In the order of the table, each with all its series."""
+        return self._counters.values()
+
+    def histograms(self) -> Iterable[Histogram]:
+        """In the order of the table, each with all its series."""
+        return self._histograms.values()
+
+    def gauges(self) -> Iterable[Gauge]:
+        """In the order of the table, each with all its series as of the last `refresh`."""
+        return self._gauges.values()
 
     # The page.
 

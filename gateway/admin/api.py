@@ -23,6 +23,7 @@ from aiohttp import web
 from gateway.admin.page import MetricsPage
 from gateway.telemetry import Telemetry
 
+Gather = Callable[[], Awaitable[None]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -44,13 +45,21 @@ class Administered(Protocol):
 
 ADMINISTERED: web.AppKey[Administered] = web.AppKey("administered")
 PAGE: web.AppKey[MetricsPage] = web.AppKey("page", MetricsPage)
+GATHER: web.AppKey[Gather] = web.AppKey("gather")
 
 
-def admin_app(administered: Administered, telemetry: Telemetry, *, any_host: bool = False) -> web.Application:
-    """The application; closing it ends what it owns. any_host: answer under any Host name (a listener for others)."""
+def admin_app(
+    administered: Administered, telemetry: Telemetry, *, any_host: bool = False, gather: Gather | None = None
+) -> web.Application:
+    """The application; closing it ends what it owns.
+
+    any_host   answer under any Host name (a listener for others)
+    gather     awaited before each answer that tells anything: fetches what other processes know
+    """
     app = web.Application(middlewares=[] if any_host else [_only_own_host])
     app[ADMINISTERED] = administered
     app[PAGE] = MetricsPage(telemetry)
+    app[GATHER] = gather or _nothing_to_gather
     app.on_cleanup.append(_close_page)
     app.router.add_get("/metrics", _metrics)
     app.router.add_get("/healthz", _healthz)
@@ -61,6 +70,7 @@ def admin_app(administered: Administered, telemetry: Telemetry, *, any_host: boo
 
 
 async def _metrics(request: web.Request) -> web.Response:
+    await request.app[GATHER]()
     try:
         body, content_type = await request.app[PAGE].get(request.headers.get("Accept", ""))
     except TimeoutError:
@@ -73,15 +83,18 @@ async def _healthz(_request: web.Request) -> web.Response:
 
 
 async def _readyz(request: web.Request) -> web.Response:
+    await request.app[GATHER]()
     reason = request.app[ADMINISTERED].unready()
     return web.Response(status=503 if reason else 200, text=f"{reason or 'ready'}\n")
 
 
 async def _status(request: web.Request) -> web.Response:
+    await request.app[GATHER]()
     return _json(request.app[ADMINISTERED].status())
 
 
 async def _policy(request: web.Request) -> web.Response:
+    await request.app[GATHER]()
     return _json(request.app[ADMINISTERED].policy())
 
 
@@ -106,6 +119,10 @@ def _is_address_or_localhost(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+async def _nothing_to_gather() -> None:
+    """All is known in this process."""
 
 
 async def _close_page(app: web.Application) -> None:

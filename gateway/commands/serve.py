@@ -2,6 +2,9 @@
 
 The first SIGTERM or Ctrl-C drains: no new work, running answers finish (bounded by `timeouts.drain_s`), exit code 0. A
 second one ends at once, streams and all.
+
+With `--workers N` the same holds for all processes together, and SIGHUP replaces them one by one
+(`gateway.workers.supervisor`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import asyncio
 import os
 import resource
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import uvloop
 
@@ -18,7 +23,12 @@ from gateway.app import Gateway
 from gateway.logs import Log, open_logs
 from gateway.settings import Settings
 from gateway.settings_file import add_arguments, describe, settings_from
-from gateway.stop_signals import stop_signals
+from gateway.stop_signals import finished_before, stop_signals
+
+CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+"""Quota and period in microseconds of the container that we are in (cgroup version 2)."""
+
+USAGE = 2
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,12 +44,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     settings = settings_from(args, os.environ)
+    workers = settings.workers or cores()
     allow_open_files(2 * settings.limits.connections_max)
     logs = open_logs(log_format=settings.log_format, log_level=settings.log_level)
     logs.adopt_stdlib()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(serve(settings, logs.log))
+            if workers == 1:
+                return runner.run(serve(settings, logs.log))
+            return runner.run(supervise(settings, logs.log, workers, lambda: settings_from(args, os.environ)))
     finally:
         logs.close()
 
@@ -52,6 +65,29 @@ def allow_open_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def cores() -> int:
+    """Cores that this process may use: by affinity, and by the container's quota, rounded up."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = CGROUP_CPU_MAX.read_text().split()
+    except (OSError, ValueError):
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, -(-int(quota) // int(period))))
+
+
+async def supervise(settings: Settings, log: Log, workers: int, reread: Callable[[], Settings]) -> int:
+    """Run the gateway in several processes; see `gateway.workers.supervisor`. 2: one of them did not start."""
+    from gateway.workers.crew import ProcessRefused
+    from gateway.workers.supervisor import Supervisor
+
+    code = USAGE
+    try:
+        code = await Supervisor(settings, workers=workers, log=log, reread=reread).run()
+    except* ProcessRefused as refused:
+        log.error("not started", reason=str(refused.exceptions[0]))  # noqa: TRY400 - its traceback says nothing more
+    return code
+
+
 async def serve(settings: Settings, log: Log) -> int:
     """Run the gateway until the first stop signal, then drain it; 0, or 1 where a second signal cut that short."""
     with stop_signals() as (first, second):
@@ -62,16 +98,4 @@ async def serve(settings: Settings, log: Log) -> int:
             sys.stdout.flush()
             await first.wait()
             log.info("draining", at_most_s=settings.timeouts.drain_s)
-            return 0 if await _drained(gateway, second) else 1
-
-
-async def _drained(gateway: Gateway, second: asyncio.Event) -> bool:
-    """True when all that ran has ended; False when the second signal came first."""
-    async with asyncio.TaskGroup() as group:
-        drain = group.create_task(gateway.drain())
-        hurry = group.create_task(second.wait())
-        await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
-        finished = drain.done()
-        drain.cancel()
-        hurry.cancel()
-    return finished
+            return 0 if await finished_before(second, gateway.drain()) else 1

@@ -120,6 +120,10 @@ class Ingress:
         """Bytes of request bodies held now."""
         return self._bodies.held_bytes
 
+    def new_connection(self) -> asyncio.Protocol:
+        """The protocol of one accepted connection, for a socket that somebody else listens on."""
+        return self._http()
+
     async def listen(
         self, *, host: str | None = None, port: int = 0, sock: socket.socket | None = None
     ) -> asyncio.Server:
