@@ -174,9 +174,10 @@ class EmbeddedValkey:
                 f"state directory {self._state_dir}: a queue server runs in it, but server.json is not readable; end it"
             )
             raise EmbeddedServerError(msg)
-        self._socket = Path(record.socket)
+        before, self._socket = self._socket, Path(record.socket)
         identity = await self._answer(self._lives)
         if identity is None:
+            self._socket = before
             return False
         pid, run_id = identity
         if record.run_id and record.run_id != run_id:

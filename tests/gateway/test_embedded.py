@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -113,6 +114,25 @@ async def test_a_record_of_a_dead_server_is_cleaned_and_its_data_kept(tmp_path: 
         assert server.pid != left
         assert not socket_dir.exists()
         assert await ask(server, "left") == b"behind"
+
+
+async def test_a_server_that_is_still_dying_is_replaced_as_soon_as_it_is_gone(tmp_path: Path) -> None:
+    left = abandon(tmp_path)
+    socket_dir = Path(orjson.loads((tmp_path / "server.json").read_bytes())["socket"]).parent
+    with (tmp_path / "server.lock").open("w") as lock:
+        os.kill(left, signal.SIGKILL)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.005)
+        asyncio.get_running_loop().call_later(0.05, fcntl.flock, lock, fcntl.LOCK_UN)
+
+        async with asyncio.timeout(5), EmbeddedValkey(tmp_path, log=LOG) as server:
+            assert not server.adopted
+            assert not socket_dir.exists()
+            assert await ask(server, "left") == b"behind"
 
 
 async def test_a_record_with_a_living_stranger_s_pid_harms_nobody(tmp_path: Path) -> None:
