@@ -98,6 +98,7 @@ class Crew:
         self._group = asyncio.TaskGroup()
         self._stopping = asyncio.Event()
         self._nobody = asyncio.Event()
+        self._nobody.set()
 
     async def run(self) -> None:
         """Keep every place filled. Raises ProcessRefused, in a group."""
@@ -232,7 +233,7 @@ class Crew:
             pid=child.pid,
             exit_code=child.exit_code,
             lived_s=round(child.lived_s, 1),
-            next_in_s=round(pause_s, 1),
+            next_in_s=round(pause_s, 2),
         )
         return pause_s
 

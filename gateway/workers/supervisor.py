@@ -148,6 +148,8 @@ class Supervisor:
         self._redis_url = url
         self._queue = open_queue(url, log=self._log, rng=self._rng)
         stack.push_async_callback(self._queue.close)
+        if self._valkey is not None:
+            await _begin_leadership(self._queue)
 
     async def _drain(self, second: asyncio.Event) -> bool:
         """End every process; True when each could finish what it ran, or had drain_s for it."""
@@ -286,6 +288,15 @@ class Supervisor:
 
     def __repr__(self) -> str:
         return f"<Supervisor {self.public_url} {self._crew!r}>"
+
+
+async def _begin_leadership(queue: Queue) -> None:
+    """Leave a record of a leadership that is over in a store that only we can reach.
+
+    A decider that finds no record at all waits for leaders that a store may have forgotten. Here there are none.
+    """
+    with contextlib.suppress(QueueUnavailable):
+        await queue.lead("supervisor", now_ms=await queue.time_ms(), valid_for_ms=1)
 
 
 _OURS = ("listen", "admin_listen", "redis_url", "state_dir", "workers")
