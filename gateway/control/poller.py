@@ -11,9 +11,10 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from backends.base import Backend, BackendError
+from backends.base import UNSEEN, Backend, BackendError
 from gateway.clock import Clock
 from gateway.control.roster import Engine, Roster
+from policies.vocabulary import EngineState
 
 Opener = Callable[[Engine], Awaitable[Backend | None]]
 """Makes the engine's backend, detecting its kind if need be; None while nobody answers."""
@@ -70,7 +71,10 @@ class Poller:
             engine.backend = await self._open(engine)
             if engine.backend is None:
                 return
+        was_down = engine.state is EngineState.DOWN
         probe = await engine.backend.probe()
+        if probe.ready and was_down and engine.settings.kind == "auto":
+            await self._recognise(engine)
         engine.heard(probe, self._clock.now_s())
         if probe.ready:
             try:
@@ -78,3 +82,16 @@ class Poller:
             except BackendError as error:
                 engine.detail = str(error)
         self._on_heard(engine)
+
+    async def _recognise(self, engine: Engine) -> None:
+        """What answers at an address after an outage may be another kind of engine: find out before it gets work."""
+        found = await self._open(engine)
+        before = engine.backend
+        if found is None or before is None:
+            return
+        if found.kind == before.kind:
+            await found.close()
+            return
+        engine.backend = found
+        engine.sample = UNSEEN
+        await before.close()
