@@ -3,14 +3,14 @@
 Each step has a budget of tokens. Running sequences come first, one token each and the rest of a prefill that did not
 fit before; what is left of the budget admits waiting sequences, head of the line only, while there are seats and free
 blocks for their whole prompt. When a running sequence needs a block and none is free, a victim loses all its KV and
-waits again: the newest (policy fcfs), or the one with the worst priority, newest among equals (policy priority). In a
-step that preempted nobody is admitted.
+waits again: the newest (policy fcfs), or the one with the worst priority, newest among equals (policy priority). One
+that is its own victim ends the round: those behind it in the order of admission keep their KV and sit the step out,
+which happens under the priority policy only. In a step that preempted nobody is admitted.
 
 Two facts keep it cheap. A prefill is cut only by the end of the budget, so at most one sequence is ever part way
 through, and it is the newest. And all others are decoding, so `DecodeBatch` knows them by sums.
 
-One block is reserved, as in vLLM. Where vLLM ends the round when a sequence has preempted itself, here the ones
-behind it still take part in the step; the difference is one step's delay for them, under the priority policy only.
+One block is reserved, as in vLLM.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class ContinuousScheduler(Seats):
         self.limits = limits
         self._free_blocks = limits.usable_blocks
         self._prefilling: Sequence | None = None
+        self._sitting_out: list[Sequence] = []
         self._queue: WaitingQueue = (
             PriorityQueue() if limits.scheduling_policy is SchedulingPolicy.PRIORITY else ArrivalQueue()
         )
@@ -117,11 +118,19 @@ class ContinuousScheduler(Seats):
     # A step ---------------------------------------------------------------------------------------------------
 
     def plan(self, now_s: float, events: list[Event]) -> Plan:
-        preempted = self._claim_decode_blocks(now_s, events)
+        chunks = self._round(now_s, events)
+        while not chunks and not self._batch.size:
+            # The first in the order was its own victim: vLLM's step is empty and takes no time, and the next begins.
+            self._bring_back()
+            chunks = self._round(now_s, events)
+        return Plan(tuple(chunks), decodes=True)
+
+    def _round(self, now_s: float, events: list[Event]) -> list[Chunk]:
+        preempted, ended = self._claim_decode_blocks(now_s, events)
         budget = self.limits.max_num_batched_tokens - self._batch.size
         chunks: list[Chunk] = []
         tail = self._prefilling
-        if tail is not None and budget > 0:
+        if tail is not None and budget > 0 and not ended:
             chunk = min(tail.prefill_target_tokens - tail.kv_tokens, budget)
             need = self._blocks(tail.kv_tokens + chunk) - self._blocks(tail.kv_tokens)
             claimed, victims = self._claim(tail, need, None, now_s, events)
@@ -131,7 +140,7 @@ class ContinuousScheduler(Seats):
                 budget -= chunk
         if not preempted:
             self._admit(chunks, budget, now_s)
-        return Plan(tuple(chunks), decodes=True)
+        return chunks
 
     def commit(self, plan: Plan, now_s: float, events: list[Event]) -> None:
         self._totals.generation_tokens += self._batch.size
@@ -142,6 +151,7 @@ class ContinuousScheduler(Seats):
             self._prefilling = None if done else sequence
             if done:
                 self._end_prefill(sequence, now_s, events)
+        self._bring_back()
 
     def steady_steps(self) -> int:
         if self._prefilling is not None or not self._batch.size:
@@ -197,24 +207,39 @@ class ContinuousScheduler(Seats):
         """True when its next token needs a new block."""
         return sequence.decoding and sequence.kv_tokens % self.limits.block_tokens == 0
 
-    def _claim_decode_blocks(self, now_s: float, events: list[Event]) -> bool:
-        """Take the blocks that this step's decoding needs; True when somebody had to give way.
+    def _claim_decode_blocks(self, now_s: float, events: list[Event]) -> tuple[bool, bool]:
+        """Take the blocks that this step's decoding needs: (somebody had to give way, the round ended with that).
 
         Constant work while blocks last; else the running set is walked, oldest first, as vLLM does.
         """
         need = self._batch.blocks_over(1)
         if need <= self._free_blocks:
             self._free_blocks -= need
-            return False
+            return False, False
         preempted = False
         served: set[Sequence] = set()
-        for sequence in list(self._running):
+        order = list(self._running)
+        for place, sequence in enumerate(order):
             if self._crosses(sequence):
                 claimed, victims = self._claim(sequence, 1, served, now_s, events)
                 preempted |= victims
-                if claimed:
-                    served.add(sequence)
-        return preempted
+                if not claimed:
+                    self._sit_out(order[place + 1 :])
+                    return True, True
+                served.add(sequence)
+        return preempted, False
+
+    def _sit_out(self, behind: list[Sequence]) -> None:
+        """Leave these out of the step under way, but in their seats."""
+        for sequence in behind:
+            if sequence.decoding:
+                self._batch.leave(sequence)
+                self._sitting_out.append(sequence)
+
+    def _bring_back(self) -> None:
+        for sequence in self._sitting_out:
+            self._batch.join(sequence)
+        self._sitting_out.clear()
 
     def _claim(
         self,

@@ -29,9 +29,13 @@ LONGEST_MODEL_LEN = 131_072
 class Profile:
     """One engine: its step model, memory and seats, and where the figures come from.
 
-    kind     how well it is known: "measured+validated", "component-measured", ...
-    source   repository, commit, licence and files of the figures
-    power_model None where no power was measured
+    kind          how well it is known: "measured+validated", "component-measured", ...
+    source        repository, commit, licence and files of the figures
+    derivation    how the parameters follow from the source, where they are not in it
+    fitted_on     what was fitted on which data; "": nothing
+    validated_on  what it was compared with that had no part in it
+    lookahead     steps are planned one ahead (vLLM's asynchronous scheduling)
+    power_model   None where no power was measured
     """
 
     name: str
@@ -43,6 +47,10 @@ class Profile:
     max_num_batched_tokens: int
     kind: str
     source: str
+    derivation: str = ""
+    fitted_on: str = ""
+    validated_on: str = ""
+    lookahead: bool = False
     power_model: PowerModel | None = None
 
 
@@ -115,7 +123,7 @@ def build_engine(profile: Profile, options: EngineOptions | None = None) -> Engi
     """A vLLM-like engine: continuous batching, paged KV, preemption by recomputing."""
     totals = Totals()
     scheduler = ContinuousScheduler(continuous_limits(profile, options or EngineOptions()), totals)
-    return Engine(scheduler, profile.step_model, totals, power_model=profile.power_model)
+    return Engine(scheduler, profile.step_model, totals, power_model=profile.power_model, lookahead=profile.lookahead)
 
 
 def build_reserving_engine(profile: Profile, options: EngineOptions | None = None) -> Engine:
@@ -144,11 +152,20 @@ def _profile(name: str, document: Mapping[str, object]) -> Profile:
         name=name,
         model=str(document["model"]),
         gpu=str(document["gpu"]),
-        step_model=StepModel(**numbers("step_ms")),
+        step_model=_step_model(numbers("step_ms")),
         kv_tokens=int(engine["kv_tokens"]),
         max_num_seqs=int(engine["max_num_seqs"]),
         max_num_batched_tokens=int(engine["max_num_batched_tokens"]),
         kind=str(document["kind"]),
         source=str(document["source"]),
+        derivation=str(document.get("derivation", "")),
+        fitted_on=str(document.get("fitted_on", "")),
+        validated_on=str(document.get("validated_on", "")),
+        lookahead=bool(engine.get("lookahead", 0)),
         power_model=PowerModel(**numbers("power_w")) if "power_w" in document else None,
     )
+
+
+def _step_model(numbers: dict[str, float]) -> StepModel:
+    ranks = int(numbers.pop("ranks", 1))
+    return StepModel(**numbers, ranks=ranks)

@@ -35,6 +35,7 @@ class Sequence:
     priority              lower is sooner, under the priority policy only
     cached_prompt_tokens  leading prompt tokens whose KV is found in the prefix cache, so never computed
     number                order of arrival at its engine; breaks ties of arrival_s
+    taken_s               end of the step under way when it came, at which the engine takes arrivals up; NaN before
     scheduled_s, first_token_s, finished_s   engine clock; NaN until it happened
     """
 
@@ -57,6 +58,7 @@ class Sequence:
         "prompt_tokens",
         "scheduled_s",
         "state",
+        "taken_s",
     )
 
     def __init__(
@@ -81,6 +83,7 @@ class Sequence:
         self.cached_prompt_tokens = cached_prompt_tokens
         self.state = SequenceState.WAITING
         self.arrival_s = math.nan
+        self.taken_s = math.nan
         self.scheduled_s = math.nan
         self.first_token_s = math.nan
         self.finished_s = math.nan

@@ -75,7 +75,9 @@ class SimulatedServer:
             continuous = ContinuousScheduler(limits, totals)
             self._max_model_len = limits.max_model_len
             self._build_face = lambda service: VllmFace(service, limits)
-            self.engine = Engine(continuous, profile.step_model, totals, power_model=profile.power_model)
+            self.engine = Engine(
+                continuous, profile.step_model, totals, power_model=profile.power_model, lookahead=profile.lookahead
+            )
         else:
             reserving = ReservedScheduler(reserved_limits(profile, config.options), totals)
             self._max_model_len = reserving.limits.max_total_tokens

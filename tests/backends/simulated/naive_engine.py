@@ -41,6 +41,7 @@ class NaiveSequence:
 class NaiveEngine:
     limits: ContinuousLimits
     model: StepModel
+    lookahead: bool = False
     running: list[NaiveSequence] = field(default_factory=list)
     waiting: list[NaiveSequence] = field(default_factory=list)
     steps: int = 0
@@ -50,13 +51,19 @@ class NaiveEngine:
     def run(self, arrivals: list[NaiveSequence]) -> None:
         """Play all arrivals (in order of arrival_s) to their ends."""
         coming = list(arrivals)
+        taken: list[NaiveSequence] = []
         leaving = sorted((one for one in arrivals if one.abort_s < math.inf), key=lambda one: one.abort_s)
         clock_s = 0.0
-        while coming or self.waiting or self.running:
+        while coming or taken or self.waiting or self.running:
+            self.waiting += taken
+            taken = []
             while coming and coming[0].arrival_s <= clock_s:
-                self.waiting.append(coming.pop(0))
+                taken.append(coming.pop(0))
             while leaving and leaving[0].abort_s <= clock_s:
-                self._drop(leaving.pop(0), coming)
+                self._drop(leaving.pop(0), coming, taken)
+            if not self.lookahead or not (self.running or self.waiting):
+                self.waiting += taken
+                taken = []
             if not self.running and not self.waiting:
                 clock_s = min(
                     [one.arrival_s for one in coming[:1]] + [one.abort_s for one in leaving[:1]], default=clock_s
@@ -66,8 +73,8 @@ class NaiveEngine:
                 continue
             clock_s = self._step(clock_s)
 
-    def _drop(self, one: NaiveSequence, coming: list[NaiveSequence]) -> None:
-        for place in (self.running, self.waiting, coming):
+    def _drop(self, one: NaiveSequence, *places: list[NaiveSequence]) -> None:
+        for place in (self.running, self.waiting, *places):
             if one in place:
                 place.remove(one)
         one.blocks = 0
@@ -93,6 +100,12 @@ class NaiveEngine:
         return victim
 
     def _step(self, clock_s: float) -> float:
+        work = self._round()
+        while not work:
+            work = self._round()
+        return self._compute(work, clock_s)
+
+    def _round(self) -> dict[NaiveSequence, int]:
         if self.limits.scheduling_policy is SchedulingPolicy.PRIORITY:
             self.waiting.sort(key=lambda one: one.urgency)
         budget = self.limits.max_num_batched_tokens
@@ -110,10 +123,11 @@ class NaiveEngine:
                 budget += work.pop(victim, 0)
                 if victim is one:
                     break
-            if one in self.running:
-                one.blocks = self._need(one.kv + tokens)
-                work[one] = tokens
-                budget -= tokens
+            if one not in self.running:
+                break
+            one.blocks = self._need(one.kv + tokens)
+            work[one] = tokens
+            budget -= tokens
         if self.limits.scheduling_policy is SchedulingPolicy.PRIORITY:
             self.waiting.sort(key=lambda one: one.urgency)
         while not preempted and self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
@@ -127,6 +141,9 @@ class NaiveEngine:
             head.blocks = self._need(tokens)
             work[head] = tokens
             budget -= tokens
+        return work
+
+    def _compute(self, work: dict[NaiveSequence, int], clock_s: float) -> float:
         end_s = clock_s + self._duration_s(work)
         self.steps += 1
         for one, tokens in work.items():

@@ -49,9 +49,9 @@ def arrivals(draw: st.DrawFn, within: ContinuousLimits) -> list[NaiveSequence]:
     return sequences
 
 
-def build(within: ContinuousLimits) -> Engine:
+def build(within: ContinuousLimits, *, lookahead: bool) -> Engine:
     totals = Totals()
-    return Engine(ContinuousScheduler(within, totals), MODEL, totals)
+    return Engine(ContinuousScheduler(within, totals), MODEL, totals, lookahead=lookahead)
 
 
 def play(engine: Engine, plan: list[NaiveSequence], *, pace_s: float) -> list[Sequence]:
@@ -106,8 +106,9 @@ def test_the_jumping_engine_equals_the_plodding_one(data: st.DataObject) -> None
     within = data.draw(limits())
     plan = data.draw(arrivals(within))
     pace_s = data.draw(st.sampled_from([0.0131, 0.41, 7.3, 1000.0]))
-    naive = NaiveEngine(within, MODEL)
-    engine = build(within)
+    lookahead = data.draw(st.booleans())
+    naive = NaiveEngine(within, MODEL, lookahead)
+    engine = build(within, lookahead=lookahead)
 
     naive.run(plan)
     played = play(engine, plan, pace_s=pace_s)
@@ -130,7 +131,8 @@ def test_the_jumping_engine_equals_the_plodding_one(data: st.DataObject) -> None
 def test_how_often_one_looks_changes_nothing(data: st.DataObject) -> None:
     within = data.draw(limits())
     plan = data.draw(arrivals(within))
-    rarely, often = build(within), build(within)
+    lookahead = data.draw(st.booleans())
+    rarely, often = build(within, lookahead=lookahead), build(within, lookahead=lookahead)
 
     seldom_played = play(rarely, plan, pace_s=50.0)
     often_played = play(often, [replace(one) for one in plan], pace_s=0.0071)
@@ -143,7 +145,7 @@ def test_how_often_one_looks_changes_nothing(data: st.DataObject) -> None:
 
 def test_an_event_driven_caller_sees_every_event_at_the_predicted_time() -> None:
     within = ContinuousLimits(kv_tokens=1600, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512)
-    engine = build(within)
+    engine = build(within, lookahead=False)
     for number in range(12):
         engine.submit(Sequence(str(number), prompt_tokens=100 + number, output_tokens=50 + 7 * number), 0.0)
     looks = 0

@@ -108,6 +108,23 @@ def test_when_blocks_run_out_the_policys_victim_gives_way(policy: SchedulingPoli
     assert sorted(names(events, EventKind.FINISHED)) == ["bulk", "urgent-newest"]
 
 
+def test_one_that_is_its_own_victim_ends_the_round_and_those_behind_it_sit_out_one_step() -> None:
+    engine = vllm(kv_tokens=16 * 33, policy=SchedulingPolicy.PRIORITY)
+    first, worst, behind = sequence("first", 167), sequence("worst", 159, priority=9), sequence("behind", 165)
+    engine.submit(first, 0.0)
+    engine.submit(worst, 0.0)
+    engine.advance(engine.next_step_s())
+    engine.submit(behind, engine.clock_s)
+    engine.advance(engine.next_step_s())
+
+    engine.advance(engine.next_step_s())
+    after_round = (worst.preemptions, first.generated_tokens, behind.generated_tokens)
+    engine.advance(engine.next_step_s())
+
+    assert after_round == (1, 3, 1)
+    assert (first.generated_tokens, behind.generated_tokens) == (4, 2)
+
+
 def test_a_preempted_sequence_computes_prompt_and_answer_again_and_loses_no_token() -> None:
     engine = vllm(kv_tokens=16 * 33)
     keeper, victim = sequence("keeper", 200, 250), sequence("victim", 200, 250)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,44 @@ def test_a_prefill_of_one_prompt_costs_what_the_formula_says() -> None:
     step_ms = 1000 * model.step_s(0, 0, [(2048, 0)])
 
     assert step_ms == pytest.approx(2.5 + 0.0293 * 2048 + 1.5e-6 * 2048 * 1024 + 0.4)
+
+
+MIXTURE = StepModel(a=6, b=0.03, d=5, e=0.04, c=6e-5, f=4e-6, h0=1, h1=0.02, g=20, k=1 / 16, ranks=2)
+
+
+@given(st.integers(1, 600), st.integers(0, 10**6), st.integers(0, 300), st.floats(0, 50))
+def test_a_run_of_a_mixture_on_two_ranks_takes_the_sum_of_its_steps(
+    decoding: int, context: int, steps: int, available_s: float
+) -> None:
+    run_s = MIXTURE.decode_run_s(decoding, context, steps)
+    within = MIXTURE.decode_steps_within(decoding, context, available_s, at_most=steps)
+
+    assert run_s == pytest.approx(sum(MIXTURE.step_s(decoding, context + n * decoding) for n in range(steps)), rel=1e-9)
+    assert MIXTURE.decode_run_s(decoding, context, within) <= available_s or within == 0
+    assert within == steps or MIXTURE.decode_run_s(decoding, context, within + 1) > available_s
+
+
+def test_a_small_batch_reads_few_experts_and_a_large_one_all() -> None:
+    dense = replace(MIXTURE, g=0.0)
+
+    read_ms = [1000 * (MIXTURE.step_s(batch, 0) - dense.step_s(batch, 0)) for batch in (1, 16, 256)]
+
+    assert read_ms == pytest.approx([20 / 16, 20 * (1 - (15 / 16) ** 16), 20], rel=1e-6)
+
+
+def test_ranks_share_the_decoding_and_wait_for_the_longest_piece_of_prefill() -> None:
+    one, two = replace(MIXTURE, ranks=1), MIXTURE
+
+    assert two.step_s(64, 10_000) < one.step_s(64, 10_000)
+    assert two.step_s(64, 10_000) == pytest.approx(one.step_s(32, 5_000), rel=0.15)
+    assert two.step_s(0, 0, [(2000, 0)]) == pytest.approx(one.step_s(0, 0, [(2000, 0)]))
+    assert two.step_s(0, 0, [(1000, 0), (1000, 0)]) < 0.7 * one.step_s(0, 0, [(1000, 0), (1000, 0)])
+
+
+def test_a_scaled_model_takes_the_factor_of_every_time() -> None:
+    chunks = [(300, 100)]
+
+    assert MIXTURE.scaled(1.6).step_s(64, 10_000, chunks) == pytest.approx(1.6 * MIXTURE.step_s(64, 10_000, chunks))
 
 
 def test_power_rises_from_its_floor_towards_its_ceiling_with_the_batch() -> None:
