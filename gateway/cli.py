@@ -20,7 +20,7 @@ from gateway.addresses import AddressError
 from gateway.settings_file import SettingsError
 from policies.yaml_source import DocumentError
 
-COMMANDS = ("serve", "demo", "policy", "simulate", "replay", "key")
+COMMANDS = ("serve", "demo", "policy", "simulate", "replay", "bench", "key")
 USAGE = 2
 INTERRUPTED = 130
 
