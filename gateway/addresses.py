@@ -110,12 +110,6 @@ def normalise_url(text: str) -> str:
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{path}"
 
 
-def mask_url(text: str) -> str:
-    """A URL of any scheme as it may be shown: without credentials and query."""
-    parts = urlsplit(text)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
 def _shown(text: str) -> str:
     """The operator's own text as an error may repeat it: cut at a query, and what stands before an @ left out."""
     head = re.split(r"[?#]", text, maxsplit=1)[0]

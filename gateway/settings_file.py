@@ -24,16 +24,14 @@ from gateway.addresses import (
     AddressError,
     check_name,
     engine_at,
-    mask_url,
     normalise_url,
     parse_engine,
     parse_listen,
 )
 from gateway.logs import FORMATS, LEVELS
+from gateway.queue.store_url import StoreUrlError, parse_store_url, shown
 from gateway.settings import EngineSettings, Limits, Settings, Timeouts
 from policies.yaml_source import Finding, load
-
-REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 WORKERS_MAX = 256
 """A bound against slips of the pen; far above any machine where more would help."""
@@ -138,11 +136,11 @@ def check(settings: Settings) -> Settings:
                 + ("give --keys FILE, or " if setting == "listen" else "keep it on 127.0.0.1, or ")
                 + "say --allow-no-keys where the network is yours alone"
             )
-    if settings.redis_url is not None and settings.redis_url.partition("://")[0] not in REDIS_SCHEMES:
-        raise SettingsError(
-            f"redis_url {mask_url(settings.redis_url)!r}: expected redis://, rediss:// or unix://;"
-            " correct it, or leave it out for a private Valkey"
-        )
+    if settings.redis_url is not None:
+        try:
+            parse_store_url(settings.redis_url)
+        except StoreUrlError as error:
+            raise SettingsError(f"redis_url {error}") from None
     mount_path = "/" + settings.mount_path.strip("/") if settings.mount_path.strip("/") else ""
     return dataclasses.replace(settings, listen=str(listen), admin_listen=str(admin_listen), mount_path=mount_path)
 
@@ -162,7 +160,7 @@ def _shown(name: str, value: Any) -> object:
     if name == "engines":
         return [f"{engine.name}={engine.kind}+{engine.url}" for engine in value]
     if name == "redis_url":
-        return mask_url(value)
+        return shown(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return str(value) if isinstance(value, Path) else value

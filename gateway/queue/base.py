@@ -217,7 +217,9 @@ class Expired:
     """What expire_sessions did: works put back (blob) and works whose owner is gone (settled).
 
     A work put back has no owner: it is claimed for the `runner` of claim_many, or adopted by whoever enqueues it again.
-    seq   of the last entry told; the next call's `after_seq`
+    sessions   that did not renew; end_session answers with its own, and expire_sessions is not told of that one: a
+               session that was ended holds nothing any more, while one that was swept may be alive and cut off
+    seq        of the last entry told; the next call's `after_seq`
     """
 
     requeued: tuple[str, ...] = ()

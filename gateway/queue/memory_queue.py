@@ -164,8 +164,8 @@ class MemoryQueue:
         self._registered.pop(session.id, None)
         present = self._sessions.get(owner)
         if present is not None or self._owned.get(owner):
-            self._sweep(owner, present.expires_ms if present is not None else 0)
-        return _told((entry, seq) for entry, seq in self._swept.items() if entry[1] == owner)
+            self._sweep(owner, present.expires_ms if present is not None else 0, kind="e")
+        return _told(((entry, seq) for entry, seq in self._swept.items() if entry[1] == owner), "se")
 
     async def expire_sessions(self, *, now_ms: int, after_seq: int | None = None) -> Expired:
         over = sorted(owner for owner, present in self._sessions.items() if present.expires_ms <= now_ms)
@@ -174,24 +174,24 @@ class MemoryQueue:
             self._swept = {entry: seq for entry, seq in self._swept.items() if seq > after_seq}
         before = set(self._swept.values())
         for owner in over:
-            self._sweep(owner, now_ms)
+            self._sweep(owner, now_ms, kind="s")
         told = self._swept.items()
-        return _told((entry, seq) for entry, seq in told if after_seq is not None or seq not in before)
+        return _told(((entry, seq) for entry, seq in told if after_seq is not None or seq not in before), "s")
 
-    def _sweep(self, owner: str, now_ms: int) -> None:
+    def _sweep(self, owner: str, now_ms: int, *, kind: str) -> None:
         self._sessions.pop(owner, None)
         self._credits.pop(owner, None)
         for work_id in sorted(self._owned.pop(owner, ()), key=str.encode):
             held = self._works[work_id]
             self._leave(held)
-            kind = "g"
+            became = "g"
             if held.work.body is BodyAt.BLOB:
-                kind, held.owner = "r", ""
+                became, held.owner = "r", ""
                 self._wait(held)
             else:
                 del self._works[work_id]
-            self._swept[kind, owner, work_id] = self._next_seq(now_ms)
-        self._swept["s", owner, ""] = self._next_seq(now_ms)
+            self._swept[became, owner, work_id] = self._next_seq(now_ms)
+        self._swept[kind, owner, ""] = self._next_seq(now_ms)
         self._ring("")
 
     async def lead(self, candidate: str, *, now_ms: int, valid_for_ms: int) -> Leadership:
@@ -453,12 +453,13 @@ class MemoryQueue:
         return f"<MemoryQueue waiting={waiting} granted={len(self._works) - waiting} sessions={len(self._sessions)}>"
 
 
-def _told(entries: Iterable[tuple[tuple[str, str, str], int]]) -> Expired:
+def _told(entries: Iterable[tuple[tuple[str, str, str], int]], session_kinds: str) -> Expired:
     ordered = sorted(entries, key=lambda one: one[1])
-    kinds: dict[str, list[str]] = {"r": [], "g": [], "s": []}
+    kinds: dict[str, list[str]] = {"r": [], "g": [], "s": [], "e": []}
     for (kind, owner, work_id), _ in ordered:
-        kinds[kind].append(work_id if kind != "s" else unquote(session_of(owner)[0]))
-    return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(kinds["s"]), ordered[-1][1] if ordered else 0)
+        kinds[kind].append(work_id or unquote(session_of(owner)[0]))
+    sessions = [name for kind in session_kinds for name in kinds[kind]]
+    return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(sessions), ordered[-1][1] if ordered else 0)
 
 
 def _claimed(held: _Held) -> Claimed:

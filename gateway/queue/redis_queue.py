@@ -4,8 +4,9 @@ The client library's own retries are off: with them one lost reply runs a comman
 repeatable instead, and the caller decides whether to repeat. Every command has one deadline, which covers waiting for a
 connection, connecting, sending and the reply; a connection whose command was cut short is closed, never reused.
 
-After READONLY, LOADING, MASTERDOWN or CLUSTERDOWN all connections are dropped, so that the next command resolves the
-name anew and finds the new primary. After a loss of data (FLUSHALL, a restart without a file) nothing has to be set
+After READONLY, LOADING, MASTERDOWN, CLUSTERDOWN, MOVED or a silence all idle connections are dropped, so that the next
+command resolves the name anew, or asks Sentinels or the cluster again (`primary`), and finds the new primary. A command
+that was answered MOVED was not done and is sent once more; nothing else is. After a loss of data (FLUSHALL, a restart without a file) nothing has to be set
 up again: scripts are sent when the server asks for them, keys come with the first write, and a session that the store
 forgot is told so at its next renewal.
 """
@@ -22,19 +23,24 @@ from urllib.parse import unquote
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
+from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.crc import key_slot
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     BusyLoadingError,
     ClusterDownError,
     InvalidResponse,
     MasterDownError,
+    MovedError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -73,6 +79,8 @@ from gateway.queue.keys import (
 )
 from gateway.queue.keys import encoded as _encoded
 from gateway.queue.lua import load
+from gateway.queue.primary import Primary, PrimaryUnknown, Service, Slot, ToPrimary, ToPrimaryTls
+from gateway.queue.store_url import StoreUrl, parse_store_url
 from gateway.queue.wire import (
     BODY_LETTERS,
     pack_avoid,
@@ -113,30 +121,48 @@ _SCRIPTS = (
 )
 _ENQUEUED = (Enqueued.QUEUED, Enqueued.FULL, Enqueued.TAKEN)
 _SETTLED = (Settled.DONE, Settled.GONE, Settled.FENCED)
-_STALE_NODE = (ReadOnlyError, BusyLoadingError, ClusterDownError)
-_NOT_NOW = ("MISCONF", "NOREPLICAS", "BUSY", "TRYAGAIN", "UNKILLABLE")
+_STALE_NODE = (ReadOnlyError, BusyLoadingError, ClusterDownError, AskError, TimeoutError, RedisTimeoutError)
+_NOT_NOW = ("MISCONF", "NOREPLICAS", "BUSY", "UNKILLABLE")
 
 T = TypeVar("T")
 _Arg = str | bytes | int
 
 
-def connect(url: str) -> Redis:
-    """A client with settings that are safe for a queue. url: redis://, rediss:// or unix://.
+def connect(url: str, *, pool: str = "default") -> Redis:
+    """A client with settings that are safe for a queue, for any form of URL that `store_url` knows.
 
     No retries and no time-out of the library's own: `RedisQueue` bounds each command as a whole.
+    pool   the queue's; of a cluster its slot says which node to go to
+    Raises StoreUrlError.
     """
-    tcp: dict[str, Any] = {} if url.startswith("unix:") else {"socket_keepalive": True}
-    client: Redis = Redis.from_url(
-        url,
-        protocol=2,
-        decode_responses=False,
-        retry=Retry(NoBackoff(), 0),
-        socket_timeout=None,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
-        health_check_interval=0,
-        **tcp,
-    )
+    store = parse_store_url(url)
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "decode_responses": False,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_timeout": None,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "health_check_interval": 0,
+        **parse_url(store.one_server),
+    }
+    if store.nodes:
+        options |= _to_primary(store, pool, options)
+    client: Redis = Redis.from_pool(ConnectionPool(**options))
     return client
+
+
+def _to_primary(store: StoreUrl, pool: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes the connections of a client go to the primary of a set of nodes."""
+    of_the_store = {"host", "port", "db", "connection_class", "max_connections"}
+    asking = {name: value for name, value in options.items() if name not in of_the_store}
+    kind = options.get("connection_class", Connection)
+    if store.service:
+        asking |= {"username": store.sentinel_username, "password": store.sentinel_password}
+    question = Service(store.service) if store.service else Slot(key_slot(keys(pool)[0].encode()))
+    return {
+        "connection_class": ToPrimaryTls if kind is SSLConnection else ToPrimary,
+        "primary": Primary(question, store.nodes, kind, asking),
+    }
 
 
 class RedisQueue:
@@ -228,11 +254,12 @@ class RedisQueue:
             )
             seq = int(highest) or seq
             told.update(dict.fromkeys(entry.decode() for entry in entries))
-        kinds: dict[str, list[str]] = {"r": [], "g": [], "s": []}
+        kinds: dict[str, list[str]] = {"r": [], "g": [], "s": [], "e": []}
         for entry in told:
             kind, owner, _epoch, work_id = entry.split("/", 3)
-            kinds.setdefault(kind, []).append(work_id if kind != "s" else unquote(owner))
-        return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(kinds["s"]), seq)
+            kinds.setdefault(kind, []).append(work_id or unquote(owner))
+        sessions = kinds["s"] + kinds["e"] if ended else kinds["s"]
+        return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(sessions), seq)
 
     async def lead(self, candidate: str, *, now_ms: int, valid_for_ms: int) -> Leadership:
         leader, epoch, expires_ms, fresh = await self._run("lead", candidate, now_ms, valid_for_ms, LEADER_KEEP_MS)
@@ -434,32 +461,39 @@ class RedisQueue:
 
     async def _run(self, name: str, *args: _Arg) -> Any:
         script = self._scripts[name]
+
+        async def evaluate() -> Any:
+            try:
+                return await self._execute("EVALSHA", script.sha, len(self._keys), *self._keys, *args)
+            except NoScriptError:
+                return await self._execute("EVAL", script.text, len(self._keys), *self._keys, *args)
+
+        return await self._bounded(evaluate)
+
+    async def _command(self, *args: str) -> Any:
+        return await self._bounded(lambda: self._execute(*args))
+
+    async def _bounded(self, send: Callable[[], Awaitable[Any]]) -> Any:
+        """One command within its deadline. Raises QueueUnavailable for what the world did to us."""
         try:
             async with asyncio.timeout(self._command_timeout_s):
                 try:
-                    return await self._execute("EVALSHA", script.sha, len(self._keys), *self._keys, *args)
-                except NoScriptError:
-                    return await self._execute("EVAL", script.text, len(self._keys), *self._keys, *args)
+                    return await send()
+                except MovedError:
+                    await self._leave_node()
+                    return await send()
         except (RedisError, OSError) as error:
-            await self._translate(error)
+            if isinstance(error, _STALE_NODE):
+                await self._leave_node()
+            reason = _reason(error)
+            if reason:
+                raise QueueUnavailable(reason) from error
             raise
 
-    async def _command(self, *args: str) -> Any:
-        try:
-            async with asyncio.timeout(self._command_timeout_s):
-                return await self._execute(*args)
-        except (RedisError, OSError) as error:
-            await self._translate(error)
-            raise
-
-    async def _translate(self, error: Exception) -> None:
-        """Raise QueueUnavailable for what the world did to us; return for what is a fault of this program."""
-        if isinstance(error, _STALE_NODE):
-            self._node_changes += 1
-            await self._client.connection_pool.disconnect(inuse_connections=False)
-        reason = _reason(error)
-        if reason:
-            raise QueueUnavailable(reason) from error
+    async def _leave_node(self) -> None:
+        """Let the next command connect anew, to the primary of then; bells follow at their next beat."""
+        self._node_changes += 1
+        await self._client.connection_pool.disconnect(inuse_connections=False)
 
     def __repr__(self) -> str:
         return f"<RedisQueue pool={self._pool} session epochs={self._registered} node changes={self._node_changes}>"
@@ -467,6 +501,8 @@ class RedisQueue:
 
 def _reason(error: Exception) -> str:
     """Why the store is unavailable, in words; "" when the error does not mean that."""
+    if isinstance(error, PrimaryUnknown):
+        return f"queue store's primary is not known: {error}"
     for kinds, reason in _REASONS:
         if isinstance(error, kinds):
             return reason
@@ -497,6 +533,10 @@ _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] 
     (BusyLoadingError, "queue store is loading its data: expected it ready; it is asked again"),
     (MasterDownError, "queue store has lost its primary: expected a failover; its name is resolved anew"),
     (ClusterDownError, "queue store's cluster is down: expected all slots served; it is asked again"),
+    (
+        (AskError, TryAgainError),
+        "queue store's cluster is moving our slot: expected it in one place; it is asked again",
+    ),
     (AuthenticationError, "queue store refused our credentials: expected a valid user and password in the Redis URL"),
     ((TimeoutError, RedisTimeoutError), "queue store did not answer in time"),
     ((RedisConnectionError, OSError, InvalidResponse), "queue store is not reachable"),

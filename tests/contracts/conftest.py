@@ -19,6 +19,7 @@ from gateway.queue.redis_queue import RedisQueue, connect
 from tests.contracts.releases import SIDE_BY_SIDE, beside_schema_1
 from tests.queue_checks import check_keys
 from tests.redis_servers import KINDS, Server, binary, serving
+from tests.redis_topologies import Topology, cluster
 
 NOW_MS = 1_800_000_000_000
 _POOLS = itertools.count()
@@ -47,28 +48,46 @@ def valkey(servers: dict[str, Server]) -> Server:
     return servers["valkey-9"]
 
 
-@pytest.fixture(params=["memory", "fakeredis", *(kind for kind in KINDS if binary(kind)), *SIDE_BY_SIDE])
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[Topology]:
+    """A cluster of three nodes, over which the pools of tests are spread."""
+    with cluster() as three:
+        yield three
+
+
+@pytest.fixture(
+    params=[
+        "memory",
+        "fakeredis",
+        *(kind for kind in KINDS if binary(kind)),
+        *SIDE_BY_SIDE,
+        pytest.param("cluster", marks=pytest.mark.slow),  # its nodes wait two seconds before they serve
+    ]
+)
 async def queue(request: pytest.FixtureRequest, servers: dict[str, Server]) -> AsyncIterator[Queue]:
     """Every implementation on every server, and releases side by side. On a real store each test's keys are checked."""
+    pool = f"pool {next(_POOLS)}"
     if request.param == "memory":
         yield MemoryQueue(lambda: NOW_MS)
         return
     if request.param == "fakeredis":
         client: Redis = FakeAsyncRedis(server=FakeServer(server_type="valkey"), protocol=2)
+    elif request.param == "cluster":
+        client = connect(request.getfixturevalue("nodes").url, pool=pool)
     elif request.param in SIDE_BY_SIDE:
         client = connect(servers["valkey-9"].url)
     else:
         client = connect(servers[request.param].url)
-    async with pool_on(client) as one:
+    async with pool_on(client, pool) as one:
         yield beside_schema_1(one, *SIDE_BY_SIDE[request.param]) if request.param in SIDE_BY_SIDE else one
 
 
 class pool_on:  # noqa: N801 - reads as a function
     """A queue on a pool that nobody else uses; leaves the store as it was and checks what is left in it."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis, pool: str) -> None:
         self._client = client
-        self._pool = f"pool {next(_POOLS)}"
+        self._pool = pool
 
     async def __aenter__(self) -> RedisQueue:
         log = structlog.get_logger()

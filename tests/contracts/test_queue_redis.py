@@ -264,6 +264,25 @@ async def test_a_demoted_node_is_left_for_the_one_behind_the_same_name(tmp_path:
             name.unlink(missing_ok=True)
 
 
+async def test_a_silent_node_is_left_by_every_connection_at_once(tmp_path: Path) -> None:
+    name = Path(f"/tmp/hrq-silent-{os.getpid()}")  # noqa: S108 - a socket path must be short
+    with serving("valkey-9") as old, serving("valkey-9") as new:
+        try:
+            name.symlink_to(old.url.removeprefix("unix://"))
+            async with queue_at(f"unix://{name}", timeout_s=0.2) as queue:
+                await asyncio.gather(*(register(queue) for _ in range(8)))
+                old.freeze()
+                name.unlink()
+                name.symlink_to(new.url.removeprefix("unix://"))
+
+                with pytest.raises(QueueUnavailable, match="did not answer in time"):
+                    await register(queue)
+
+                assert await register(queue, Session(ME.id, 2))
+        finally:
+            name.unlink(missing_ok=True)
+
+
 async def test_a_frozen_server_is_told_in_time_and_found_again(valkey: Server) -> None:
     async with queue_at(valkey.url, pool="frozen", timeout_s=0.1) as queue:
         await register(queue)

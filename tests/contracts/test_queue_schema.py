@@ -100,7 +100,7 @@ async def test_further_fields_of_a_session_and_its_report_are_ignored(older: Red
     rows = [["gpu 0", "interactive", 1, 2, 3, "further column"]]
     await add_to(older, "sessions", "gateway-2/1", b"\tspeaks 2", in_flight=rows, further={"a": 1})
 
-    assert await older.sessions(now_ms=NOW) == {OTHER: SessionReport({PLACE: SUMS})}
+    assert await older.sessions(now_ms=NOW) == {OTHER: SessionReport({PLACE: SUMS}, renewed_ms=NOW)}
     assert await older.give_credit({OTHER: {PLACE: Credit(SUMS, 1, NOW + 9)}}, epoch=5, now_ms=NOW)
     assert (await older.expire_sessions(now_ms=NOW + 5_000, after_seq=0)).sessions == ("gateway-2",)
 

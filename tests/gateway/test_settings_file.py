@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.addresses import ENGINE_KINDS, AddressError, Listen, mask_url, normalise_url, parse_engine, parse_listen
+from gateway.addresses import ENGINE_KINDS, AddressError, Listen, normalise_url, parse_engine, parse_listen
 from gateway.settings import EngineSettings, Limits, Settings, Timeouts
 from gateway.settings_file import (
     EngineEntry,
@@ -111,18 +111,6 @@ def test_a_listen_address_is_a_host_and_a_port(text: str, host: str, port: int, 
 def test_what_is_no_listen_address_is_refused(text: str) -> None:
     with pytest.raises(AddressError, match="expected host:port"):
         parse_listen(text)
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("redis://:pw@h:6379/0", "redis://h:6379/0"),
-        ("rediss://u:pw@h/1?x=y", "rediss://h/1"),
-        ("unix:///s", "unix:///s"),
-    ],
-)
-def test_a_masked_url_shows_where_but_not_the_password(url: str, shown: str) -> None:
-    assert mask_url(url) == shown
 
 
 def test_a_file_sets_everything_and_its_paths_are_relative_to_it(file: Path) -> None:

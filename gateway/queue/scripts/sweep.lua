@@ -8,7 +8,7 @@
 -- ARGV     1 now_ms (0: unknown, with a session named), 2 the session that ends, "" for all expired,
 --          3 after_seq, "" to hear only of this call's, 4 budget in works, 5 leader_keep_ms, 6 swept_keep_ms, 7 the bell
 -- returns  {1 when more is left else 0, seq of the last entry (0: none), entries as "<kind>/<session>/<id>"}; kinds: r requeued, g owner gone,
---          s session
+--          s session swept, e session ended by itself
 -- O(sessions + works swept * log waiting)
 local now_ms, ended, after_seq, left = tonumber(ARGV[1]), ARGV[2], ARGV[3], tonumber(ARGV[4])
 local leader_keep_ms, swept_keep_ms, bell = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
@@ -48,7 +48,7 @@ local function sweep(owner)
   for i = 1, math.min(left, #members) do sweep_work(owner, string.sub(members[i], #owner + 2)) end
   if #members > left then return false end
   left = left - #members
-  log('s', owner, '')
+  log(ended ~= '' and 'e' or 's', owner, '')
   return true
 end
 
