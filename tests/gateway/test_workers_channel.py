@@ -51,10 +51,12 @@ def test_a_start_shows_no_secret() -> None:
     ],
     ids=lambda message: type(message).__name__,
 )
-async def test_a_message_arrives_as_it_was_sent(ends: tuple[Channel, Channel], message: Start | Order | Report) -> None:
+async def test_a_message_arrives_as_it_was_sent(ends: tuple[Channel, Channel], message: Message) -> None:
+    kind: type[Any] = type(message)
+
     ends[0].send(message)
 
-    assert await ends[1].receive(type(message)) == message
+    assert await ends[1].receive(kind) == message
 
 
 async def test_messages_arrive_one_by_one_in_order(ends: tuple[Channel, Channel]) -> None:
