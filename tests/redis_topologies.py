@@ -55,7 +55,11 @@ class Topology:
 
     def primary_of(self, key: str) -> Node:
         """The server that takes writes of a key (with a hash tag) now."""
-        return next(node for node in self.nodes if node.process.poll() is None and _takes(node, key))
+        return next(node for node in self.nodes if _takes(node, key))
+
+    def has_primary_of(self, key: str) -> bool:
+        """Some server takes writes of a key."""
+        return any(_takes(node, key) for node in self.nodes)
 
     def others(self, node: Node) -> list[Node]:
         """All but one."""
@@ -203,6 +207,8 @@ def _sentinel_sees_all(node: Node) -> bool:
 
 
 def _takes(node: Node, key: str) -> bool:
+    if node.process.poll() is not None:
+        return False
     with node.client() as client:
         try:
             client.delete(f"{key} that is not there")  # a write that changes nothing
