@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from backends.simulated.blocks import FreeBlocks, PrefixCache
 from backends.simulated.scheduler import Chunk, Plan, Totals
 from backends.simulated.seats import Seats
 from backends.simulated.sequence import Event, EventKind, Sequence, SequenceState
@@ -40,6 +41,7 @@ class ContinuousLimits:
     max_num_batched_tokens  budget of one step, >= max_num_seqs
     max_model_len           longest prompt plus answer; must fit the KV memory alone
     reserve_full_prompt     admit only when the whole prompt fits, not just its first chunk (vLLM's default)
+    prefix_caching          find the leading blocks of prompts again, by their ids (see `blocks`)
     """
 
     kv_tokens: int
@@ -49,6 +51,7 @@ class ContinuousLimits:
     block_tokens: int = 16
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     reserve_full_prompt: bool = True
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_num_seqs, self.block_tokens, self.max_model_len) < 1:
@@ -76,7 +79,7 @@ class ContinuousScheduler(Seats):
     def __init__(self, limits: ContinuousLimits, totals: Totals) -> None:
         super().__init__(totals, block_tokens=limits.block_tokens)
         self.limits = limits
-        self._free_blocks = limits.usable_blocks
+        self._blocks_left = (PrefixCache if limits.prefix_caching else FreeBlocks)(limits.usable_blocks)
         self._prefilling: Sequence | None = None
         self._sitting_out: list[Sequence] = []
         self._queue: WaitingQueue = (
@@ -95,11 +98,15 @@ class ContinuousScheduler(Seats):
     @property
     def free_blocks(self) -> int:
         """Blocks that nobody holds."""
-        return self._free_blocks
+        return self._blocks_left.free
+
+    def cached_holders(self, block_id: int) -> int:
+        """Sequences that hold a block of the prefix cache; 0 also of one that is not in it."""
+        return self._blocks_left.holders(block_id)
 
     @property
     def kv_used_fraction(self) -> float:
-        return 1 - self._free_blocks / self.limits.usable_blocks
+        return 1 - self.free_blocks / self.limits.usable_blocks
 
     def check(self, sequence: Sequence) -> None:
         if sequence.prompt_tokens >= self.limits.max_model_len:
@@ -136,6 +143,7 @@ class ContinuousScheduler(Seats):
             claimed, victims = self._claim(tail, need, None, now_s, events)
             preempted |= victims
             if claimed:
+                self._name_blocks(tail, tail.kv_tokens, chunk)
                 chunks.append(Chunk(tail, chunk, tail.kv_tokens))
                 budget -= chunk
         if not preempted:
@@ -156,47 +164,74 @@ class ContinuousScheduler(Seats):
     def steady_steps(self) -> int:
         if self._prefilling is not None or not self._batch.size:
             return 0
-        steps = min(self._batch.steps_to_end(), self._batch.steps_within_blocks(self._free_blocks))
-        return 0 if steps and self._head_fits(self._free_blocks - self._batch.blocks_over(1)) else steps
+        steps = min(self._batch.steps_to_end(), self._batch.steps_within_blocks(self.free_blocks))
+        return 0 if steps and self._head_fits(self._batch.blocks_over(1)) else steps
 
     def run_steady(self, steps: int, now_s: float, events: list[Event]) -> None:
-        self._free_blocks -= self._batch.blocks_over(steps)
+        self._blocks_left.take(self._batch.blocks_over(steps))
         self._totals.generation_tokens += steps * self._batch.size
         self._finish(self._batch.run(steps), now_s, events)
 
     # Admission ------------------------------------------------------------------------------------------------
 
-    def _head_fits(self, free_blocks: int) -> bool:
+    def _head_fits(self, decode_blocks: int) -> bool:
+        """May the head be let in once this step's decoding has its blocks?
+
+        Then no later step of a steady run lets it in either: the blocks of its prefix that others hold stay held, and
+        one that nobody holds saves no block. But it saves tokens, and by that the size of a first chunk that is all
+        that has to fit: there the answer is yes.
+        """
         head = self._queue.head()
         if head is None or len(self._running) >= self.limits.max_num_seqs:
             return False
         budget = self.limits.max_num_batched_tokens - self._batch.size
-        return budget > 0 and self._blocks_to_admit(head, budget) <= free_blocks
+        if budget > 0 and self.limits.prefix_caching and not self.limits.reserve_full_prompt:
+            return True
+        return budget > 0 and self._blocks_to_admit(head, budget) <= self.free_blocks - decode_blocks
 
     def _blocks_to_admit(self, head: Sequence, budget: int) -> int:
         target = head.prefill_target_tokens
-        if self.limits.reserve_full_prompt:
-            return self._blocks(target)
-        return self._blocks(min(target, self._cached(head) + budget))
+        found = self._found(head)
+        if not self.limits.reserve_full_prompt:
+            target = min(target, self._cached(head, found) + budget)
+        return self._blocks(target) - len(found) + self._blocks_left.idle(found)
 
     def _admit(self, chunks: list[Chunk], budget: int, now_s: float) -> None:
         while budget > 0 and len(self._running) < self.limits.max_num_seqs and (head := self._queue.head()):
-            if self._blocks_to_admit(head, budget) > self._free_blocks:
+            if self._blocks_to_admit(head, budget) > self.free_blocks:
                 break
             self._seat(self._queue.pop(), now_s)
-            cached = self._cached(head)
+            found = self._found(head)
+            cached = self._cached(head, found)
             chunk = min(head.prefill_target_tokens - cached, budget)
-            self._free_blocks -= self._blocks(cached + chunk)
+            self._blocks_left.share(found)
+            head.shared_ids.extend(found)
+            self._blocks_left.take(self._blocks(cached + chunk) - len(found))
+            self._name_blocks(head, cached, chunk)
             budget -= chunk
             head.hold_kv(cached)
             if head.preemptions == 0:
+                self._totals.queried_prompt_tokens += head.prompt_tokens if self.limits.prefix_caching else 0
                 self._totals.cached_prompt_tokens += cached
             chunks.append(Chunk(head, chunk, cached))
 
-    def _cached(self, sequence: Sequence) -> int:
-        """Prompt tokens found in the prefix cache: whole blocks, and never all of the prompt."""
+    def _found(self, sequence: Sequence) -> tuple[int, ...]:
+        """Leading blocks that are in the prefix cache; never all of what is to be computed."""
+        most = (sequence.prefill_target_tokens - 1) // self.limits.block_tokens
+        return sequence.block_ids[: self._blocks_left.hits(sequence.block_ids, at_most=most)]
+
+    def _cached(self, sequence: Sequence, found: tuple[int, ...]) -> int:
+        """Tokens that need not be computed: those found, or without a cache what the sequence says was found."""
+        if self.limits.prefix_caching:
+            return len(found) * self.limits.block_tokens
         cached = min(sequence.cached_prompt_tokens, sequence.prompt_tokens - 1)
         return cached - cached % self.limits.block_tokens
+
+    def _name_blocks(self, sequence: Sequence, before: int, tokens: int) -> None:
+        """Enter the blocks that a piece of prefill fills into the prefix cache."""
+        size = self.limits.block_tokens
+        filled = sequence.block_ids[before // size : (before + tokens) // size]
+        sequence.shared_ids.extend(self._blocks_left.enter(filled))
 
     # Memory ---------------------------------------------------------------------------------------------------
 
@@ -213,8 +248,8 @@ class ContinuousScheduler(Seats):
         Constant work while blocks last; else the running set is walked, oldest first, as vLLM does.
         """
         need = self._batch.blocks_over(1)
-        if need <= self._free_blocks:
-            self._free_blocks -= need
+        if need <= self.free_blocks:
+            self._blocks_left.take(need)
             return False, False
         preempted = False
         served: set[Sequence] = set()
@@ -254,15 +289,15 @@ class ContinuousScheduler(Seats):
         served  the decoding ones that have taken their blocks of this step, which a victim gives back too; None: all
         """
         preempted = False
-        while self._free_blocks < blocks:
+        while self.free_blocks < blocks:
             victim = self._victim()
             if self._crosses(victim) and (served is None or victim in served):
-                self._free_blocks += 1
+                self._blocks_left.give(1)
             self._preempt(victim, now_s, events)
             preempted = True
             if victim is sequence:
                 return False, True
-        self._free_blocks -= blocks
+        self._blocks_left.take(blocks)
         return True, preempted
 
     def _victim(self) -> Sequence:
@@ -284,7 +319,8 @@ class ContinuousScheduler(Seats):
     def _release(self, sequence: Sequence) -> None:
         """Take away seat and memory. Between steps, or for one whose block of this step was given back."""
         del self._running[sequence]
-        self._free_blocks += self._blocks(sequence.kv_tokens)
+        self._blocks_left.give(self._blocks(sequence.kv_tokens) - len(sequence.shared_ids), sequence.shared_ids)
+        sequence.shared_ids.clear()
         if sequence.decoding:
             self._batch.leave(sequence)
         if sequence is self._prefilling:
@@ -293,5 +329,5 @@ class ContinuousScheduler(Seats):
     def __repr__(self) -> str:
         return (
             f"<ContinuousScheduler running={self.running} waiting={self.waiting} "
-            f"free_blocks={self._free_blocks}/{self.limits.usable_blocks}>"
+            f"free_blocks={self.free_blocks}/{self.limits.usable_blocks}>"
         )

@@ -67,6 +67,7 @@ class EngineOptions:
     max_model_len: int | None = None
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     block_tokens: int = 16
+    prefix_caching: bool = False
 
 
 def profile_names() -> list[str]:
@@ -105,6 +106,7 @@ def continuous_limits(profile: Profile, options: EngineOptions) -> ContinuousLim
         max_model_len=options.max_model_len or min(LONGEST_MODEL_LEN, usable_tokens),
         block_tokens=options.block_tokens,
         scheduling_policy=options.scheduling_policy,
+        prefix_caching=options.prefix_caching,
     )
 
 

@@ -35,6 +35,7 @@ class Totals:
     """Counters since start. Shared by an engine and its scheduler; only they write.
 
     prompt_tokens       prompts whose prefill is done, counted once each, cached part included
+    queried_prompt_tokens, cached_prompt_tokens   of admitted prompts, and of these found in the prefix cache
     recomputed_tokens   KV tokens thrown away by preemptions, which had to be or will be computed again
     padded_tokens       tokens computed for nobody (static batches only)
     busy_s, energy_j    time spent in steps, and its energy where the profile has a power curve
@@ -42,6 +43,7 @@ class Totals:
 
     steps: int = 0
     prompt_tokens: int = 0
+    queried_prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0

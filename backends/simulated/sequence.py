@@ -33,7 +33,9 @@ class Sequence:
     output_tokens         true length of the answer, >= 1; the engine cuts it at its max_model_len
     max_tokens            the limit the client set, >= output_tokens; what a reserving scheduler sets aside
     priority              lower is sooner, under the priority policy only
-    cached_prompt_tokens  leading prompt tokens whose KV is found in the prefix cache, so never computed
+    cached_prompt_tokens  leading prompt tokens said to be found in the prefix cache, by an engine that has none itself
+    block_ids             of the prompt's full blocks, for the prefix cache (see `blocks`)
+    shared_ids            of the blocks that it holds; the scheduler's
     number                order of arrival at its engine; breaks ties of arrival_s
     taken_s               end of the step under way when it came, at which the engine takes arrivals up; NaN before
     scheduled_s, first_token_s, finished_s   engine clock; NaN until it happened
@@ -45,6 +47,7 @@ class Sequence:
         "_joined_step",
         "_kv_tokens",
         "arrival_s",
+        "block_ids",
         "cached_prompt_tokens",
         "finished_s",
         "first_token_s",
@@ -57,6 +60,7 @@ class Sequence:
         "priority",
         "prompt_tokens",
         "scheduled_s",
+        "shared_ids",
         "state",
         "taken_s",
     )
@@ -70,6 +74,7 @@ class Sequence:
         max_tokens: int | None = None,
         priority: int = 0,
         cached_prompt_tokens: int = 0,
+        block_ids: tuple[int, ...] = (),
     ) -> None:
         if prompt_tokens < 1 or output_tokens < 1:
             raise ValueError(
@@ -81,6 +86,8 @@ class Sequence:
         self.max_tokens = output_tokens if max_tokens is None else max(max_tokens, output_tokens)
         self.priority = priority
         self.cached_prompt_tokens = cached_prompt_tokens
+        self.block_ids = block_ids
+        self.shared_ids: list[int] = []
         self.state = SequenceState.WAITING
         self.arrival_s = math.nan
         self.taken_s = math.nan

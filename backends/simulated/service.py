@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from backends.simulated.answer import OutputLengths, find_stop
+from backends.simulated.blocks import block_ids
 from backends.simulated.config import SimulatedConfig
 from backends.simulated.driver import Driver
 from backends.simulated.generation import Choice, Generation
@@ -72,12 +73,14 @@ class Service:
         stop = find_stop(self.tokenizer, prompt_ids, variant, stops, length) if stops else None
         if stop is not None:
             length = stop.tokens
+        options = self.config.options
         sequence = Sequence(
             self.new_id(),
             prompt_tokens=len(prompt_ids),
             output_tokens=length,
             max_tokens=max_tokens,
             priority=priority,
+            block_ids=block_ids(prompt_ids, options.block_tokens) if options.prefix_caching else (),
         )
         reason = "stop" if stop is not None or ended_by_model else "length"
         return Choice(index, sequence, self.tokenizer, prompt_ids, variant=variant, finish_reason=reason, stop=stop)

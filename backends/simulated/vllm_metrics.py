@@ -62,7 +62,7 @@ def _cache_config(out: Exposition, limits: ContinuousLimits) -> None:
     config = {
         "block_size": str(limits.block_tokens),
         "cache_dtype": "auto",
-        "enable_prefix_caching": "False",
+        "enable_prefix_caching": str(limits.prefix_caching),
         "gpu_memory_utilization": "0.9",
         "kv_cache_max_concurrency": str(round(limits.kv_tokens / limits.max_model_len, 2)),
         "kv_cache_size_tokens": str(blocks * limits.block_tokens),
@@ -76,7 +76,9 @@ def _cache_config(out: Exposition, limits: ContinuousLimits) -> None:
 def _counters(out: Exposition, engine: Engine, stats: ExchangeStats) -> None:
     totals = engine.totals
     out.counter(
-        "vllm:prefix_cache_queries_total", "Prefix cache queries, in terms of number of queried tokens.", ({}, 0.0)
+        "vllm:prefix_cache_queries_total",
+        "Prefix cache queries, in terms of number of queried tokens.",
+        ({}, float(totals.queried_prompt_tokens)),
     )
     out.counter(
         "vllm:prefix_cache_hits_total",

@@ -45,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=str(SchedulingPolicy.FCFS),
         help="whether the body's priority counts",
     )
+    engine.add_argument("--enable-prefix-caching", action="store_true", help="vLLM: find beginnings of prompts again")
     refusing = parser.add_argument_group("refusing")
     refusing.add_argument("--max-num-queued-reqs", type=int, metavar="N", help="vLLM: 503 beyond so many waiting")
     refusing.add_argument(
@@ -104,6 +105,7 @@ def _config(args: argparse.Namespace) -> SimulatedConfig:
         kv_tokens=args.kv_tokens,
         max_model_len=args.max_model_len,
         scheduling_policy=SchedulingPolicy(args.scheduling_policy),
+        prefix_caching=args.enable_prefix_caching,
     )
     return SimulatedConfig(
         model=args.model,

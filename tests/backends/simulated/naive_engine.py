@@ -13,6 +13,12 @@ from backends.simulated.step_model import StepModel
 
 
 @dataclass(eq=False)
+class NaiveBlock:
+    name: int | None = None
+    holders: int = 0
+
+
+@dataclass(eq=False)
 class NaiveSequence:
     number: int
     prompt: int
@@ -20,8 +26,9 @@ class NaiveSequence:
     priority: int
     arrival_s: float
     abort_s: float = math.inf
+    names: tuple[int, ...] = ()
     kv: int = 0
-    blocks: int = 0
+    table: list[NaiveBlock] = field(default_factory=list)
     generated: int = 0
     prefilled: bool = False
     first_s: float = math.nan
@@ -47,6 +54,12 @@ class NaiveEngine:
     steps: int = 0
     preemptions: int = 0
     recomputed: int = 0
+    hits: int = 0
+    free: list[NaiveBlock] = field(default_factory=list)
+    known: dict[int, NaiveBlock] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.free = [NaiveBlock() for _ in range(self.limits.usable_blocks)]
 
     def run(self, arrivals: list[NaiveSequence]) -> None:
         """Play all arrivals (in order of arrival_s) to their ends."""
@@ -77,10 +90,39 @@ class NaiveEngine:
         for place in (self.running, self.waiting, *places):
             if one in place:
                 place.remove(one)
-        one.blocks = 0
+        self._give_back(one)
 
-    def _free(self) -> int:
-        return self.limits.usable_blocks - sum(one.blocks for one in self.running)
+    def _give_back(self, one: NaiveSequence) -> None:
+        unnamed = [block for block in one.table if block.name is None]
+        named = [block for block in reversed(one.table) if block.name is not None]
+        for block in unnamed + named:
+            block.holders -= 1
+            if not block.holders:
+                self.free.append(block)
+        one.table = []
+
+    def _grow(self, one: NaiveSequence, tokens: int) -> None:
+        while len(one.table) < self._need(tokens):
+            block = self.free.pop(0)
+            if block.name is not None:
+                del self.known[block.name]
+            block.name, block.holders = None, 1
+            one.table.append(block)
+        if self.limits.prefix_caching:
+            size = self.limits.block_tokens
+            for number, name in list(enumerate(one.names))[one.kv // size : tokens // size]:
+                if name not in self.known:
+                    one.table[number].name = name
+                    self.known[name] = one.table[number]
+
+    def _found(self, one: NaiveSequence) -> list[NaiveBlock]:
+        found: list[NaiveBlock] = []
+        for name in one.names:
+            room = (len(found) + 1) * self.limits.block_tokens < one.tokens
+            if not (self.limits.prefix_caching and room and name in self.known):
+                break
+            found.append(self.known[name])
+        return found
 
     def _need(self, tokens: int) -> int:
         return math.ceil(tokens / self.limits.block_tokens)
@@ -94,7 +136,8 @@ class NaiveEngine:
         self.preemptions += 1
         self.recomputed += victim.kv
         victim.preemptions += 1
-        victim.kv = victim.blocks = 0
+        victim.kv = 0
+        self._give_back(victim)
         victim.prefilled = False
         self.waiting.insert(0, victim)
         return victim
@@ -117,7 +160,7 @@ class NaiveEngine:
             tokens = min(one.tokens - one.kv, budget)
             if tokens == 0:
                 continue
-            while self._need(one.kv + tokens) - one.blocks > self._free():
+            while self._need(one.kv + tokens) - len(one.table) > len(self.free):
                 victim = self._preempt()
                 preempted = True
                 budget += work.pop(victim, 0)
@@ -125,20 +168,29 @@ class NaiveEngine:
                     break
             if one not in self.running:
                 break
-            one.blocks = self._need(one.kv + tokens)
+            self._grow(one, one.kv + tokens)
             work[one] = tokens
             budget -= tokens
         if self.limits.scheduling_policy is SchedulingPolicy.PRIORITY:
             self.waiting.sort(key=lambda one: one.urgency)
         while not preempted and self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             head = self.waiting[0]
-            tokens = min(head.tokens, budget)
-            fit = head.tokens if self.limits.reserve_full_prompt else tokens
-            if self._need(fit) > self._free():
+            found = self._found(head)
+            cached = len(found) * self.limits.block_tokens
+            tokens = min(head.tokens - cached, budget)
+            fit = head.tokens if self.limits.reserve_full_prompt else cached + tokens
+            idle = sum(not block.holders for block in found)
+            if self._need(fit) - len(found) + idle > len(self.free):
                 break
             self.waiting.pop(0)
             self.running.append(head)
-            head.blocks = self._need(tokens)
+            for block in found:
+                if not block.holders:
+                    self.free.remove(block)
+                block.holders += 1
+            head.table, head.kv = found, cached
+            self.hits += cached if not head.preemptions else 0
+            self._grow(head, cached + tokens)
             work[head] = tokens
             budget -= tokens
         return work
@@ -156,7 +208,7 @@ class NaiveEngine:
                 one.first_s = end_s
             if one.generated == one.output:
                 one.end_s = end_s
-                one.blocks = 0
+                self._give_back(one)
                 self.running.remove(one)
         return end_s
 

@@ -33,6 +33,7 @@ def limits(draw: st.DrawFn) -> ContinuousLimits:
         block_tokens=block_tokens,
         scheduling_policy=draw(st.sampled_from(list(SchedulingPolicy))),
         reserve_full_prompt=draw(st.booleans()),
+        prefix_caching=draw(st.booleans()),
     )
 
 
@@ -45,8 +46,16 @@ def arrivals(draw: st.DrawFn, within: ContinuousLimits) -> list[NaiveSequence]:
         prompt = draw(st.integers(1, within.max_model_len - 1))
         output = min(draw(st.integers(1, 150)), within.max_model_len - prompt)
         aborted = draw(st.sampled_from([math.inf, math.inf, math.inf, 0.0, 0.0237, 0.517]))
-        sequences.append(NaiveSequence(number, prompt, output, draw(st.integers(0, 2)), clock_s, clock_s + aborted))
+        names = prefix_names(draw(st.integers(0, 2)), draw(st.integers(0, 100)), number, prompt // within.block_tokens)
+        sequences.append(
+            NaiveSequence(number, prompt, output, draw(st.integers(0, 2)), clock_s, clock_s + aborted, names)
+        )
     return sequences
+
+
+def prefix_names(family: int, shared: int, number: int, blocks: int) -> tuple[int, ...]:
+    """Names of a prompt's blocks: the first `shared` are its family's, the rest its own."""
+    return tuple(1000 * family + n if n < shared else 1_000_000 * (number + 1) + n for n in range(blocks))
 
 
 def build(within: ContinuousLimits, *, lookahead: bool) -> Engine:
@@ -59,7 +68,13 @@ def play(engine: Engine, plan: list[NaiveSequence], *, pace_s: float) -> list[Se
     scheduler = engine.scheduler
     assert isinstance(scheduler, ContinuousScheduler)
     made = {
-        one: Sequence(str(one.number), prompt_tokens=one.prompt, output_tokens=one.output, priority=one.priority)
+        one: Sequence(
+            str(one.number),
+            prompt_tokens=one.prompt,
+            output_tokens=one.output,
+            priority=one.priority,
+            block_ids=one.names,
+        )
         for one in plan
     }
     todo = [(one.arrival_s, 0, one) for one in plan] + [(one.abort_s, 1, one) for one in plan if one.abort_s < math.inf]
@@ -95,8 +110,12 @@ def check_books(scheduler: ContinuousScheduler, sequences: list[Sequence]) -> No
     assert 0 <= scheduler.kv_used_fraction <= 1
     assert scheduler.running >= len(running)
     assert scheduler.running <= scheduler.limits.max_num_seqs
+    seated = [one for one in sequences if one.kv_tokens or one.shared_ids]
+    shared = [block_id for one in seated for block_id in one.shared_ids]
     held = sum(math.ceil(one.kv_tokens / scheduler.limits.block_tokens) for one in running)
-    assert held <= scheduler.limits.usable_blocks - scheduler.free_blocks
+    assert held - len(shared) + len(set(shared)) <= scheduler.limits.usable_blocks - scheduler.free_blocks
+    for block_id in set(shared):
+        assert scheduler.cached_holders(block_id) == shared.count(block_id)
 
 
 @pytest.mark.slow
@@ -121,6 +140,7 @@ def test_the_jumping_engine_equals_the_plodding_one(data: st.DataObject) -> None
     assert engine.totals.preemptions == naive.preemptions
     assert engine.totals.recomputed_tokens == naive.recomputed
     assert engine.totals.steps == naive.steps
+    assert engine.totals.cached_prompt_tokens == naive.hits
     scheduler = engine.scheduler
     assert isinstance(scheduler, ContinuousScheduler)
     assert scheduler.free_blocks == within.usable_blocks

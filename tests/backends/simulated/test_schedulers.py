@@ -33,8 +33,8 @@ def vllm(
     return Engine(ContinuousScheduler(limits, totals), PROFILE.step_model, totals, power_model=PROFILE.power_model)
 
 
-def sequence(name: str, prompt: int = 100, output: int = 50, **more: int) -> Sequence:
-    return Sequence(name, prompt_tokens=prompt, output_tokens=output, **more)
+def sequence(name: str, prompt: int = 100, output: int = 50, *, priority: int = 0, cached: int = 0) -> Sequence:
+    return Sequence(name, prompt_tokens=prompt, output_tokens=output, priority=priority, cached_prompt_tokens=cached)
 
 
 def run_out(engine: Engine) -> list[Event]:
@@ -190,7 +190,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
 
 def test_a_cached_prefix_is_not_computed_again() -> None:
     cold, warm = vllm(budget=2048), vllm(budget=2048)
-    plain, cached = sequence("plain", 1600, 1), sequence("cached", 1600, 1, cached_prompt_tokens=1500)
+    plain, cached = sequence("plain", 1600, 1), sequence("cached", 1600, 1, cached=1500)
     cold.submit(plain, 0.0)
     warm.submit(cached, 0.0)
 
