@@ -135,6 +135,11 @@ class Ingress:
         self._listeners.append(listener)
         return listener
 
+    def retire(self) -> None:
+        """Close each connection after its next answer. A client that keeps one busy thus learns of it in an answer,
+        and never by a connection that ends under its request."""
+        self._http.draining = True
+
     async def drain(self, within_s: float) -> bool:
         """Accept nothing new and wait for what is under way. False: something still runs after `within_s`."""
         for listener in self._listeners:

@@ -62,6 +62,8 @@ class Do(StrEnum):
 
     TELL = "tell"
     """Report everything now."""
+    RETIRE = "retire"
+    """Others take over: accept no connection, answer what comes on those there are, then DRAIN."""
     DRAIN = "drain"
     """Take nothing new, let what runs finish, end."""
     HURRY = "hurry"

@@ -95,6 +95,10 @@ class Child:
                 ours.close()
             await self._gone()
 
+    def retire(self) -> None:
+        """Have it leave gently: others take over."""
+        self._leave(Do.RETIRE)
+
     def drain(self) -> None:
         """Have it finish what runs and end."""
         self._leave(Do.DRAIN)

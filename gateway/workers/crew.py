@@ -3,7 +3,7 @@
     a process dies          the next one starts in its place; after a pause when it had not lived for steady_s, doubled
                             each time and jittered, so that a fault neither spins nor beats in step
     it leaves by itself     (a signal to it): the next one starts at once, while it finishes what it runs
-    roll                    new first: only when the new one serves is the old one drained; a new one that does not
+    roll                    new first: only when the new one serves does the old one retire; a new one that does not
                             come up changes nothing
     it is silent            for frozen_s: killed, since its clients wait for nothing
 
@@ -138,7 +138,7 @@ class Crew:
             old, place.child, place.early_deaths = place.child, new, 0
             self._on_replaced(place.name, RELOAD)
             if old is not None:
-                old.drain()
+                old.retire()
         return True
 
     async def drain(self, within_s: float) -> None:

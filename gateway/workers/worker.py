@@ -3,8 +3,9 @@
 It is a whole `Gateway` in one of two roles. A worker accepts connections off the supervisor's sockets and relays; the
 decider polls engines and dispatches for all workers, so that no relay waits for a decision on the same loop.
 
-    SIGTERM, or DRAIN      take nothing new, finish what runs within drain_s, exit 0
-    a second one, HURRY    end at once
+    SIGTERM, or RETIRE     accept no connection, answer for RETIRE_S what comes on those there are, then as on DRAIN
+    DRAIN                  take nothing new, finish what runs within drain_s, exit 0
+    SIGTERM twice, HURRY   end at once
     the channel's end      the supervisor is gone: end at once, since nobody would restart or merge us
 
 It reports every PUSH_S what it counted since, and once more after its last work, so that kill -9 loses at most the
@@ -34,10 +35,11 @@ from gateway.workers.channel import CHANNEL_FD, Channel, Do, Order, Report, Star
 from gateway.workers.merge import Teller
 
 PUSH_S = 0.5
-SETTLED_WAIT_S = 3.0
-"""For a decider to find out who leads: longer than a leader's validity."""
-
-SETTLED_LOOK_S = 0.05
+RETIRE_S = 2.0
+"""For clients that keep their connections to use them once more, and to be told by the answer that it was the last."""
+HEARD_WAIT_S = 5.0
+"""For a decider to lead (after a validity of 2 s when the store is new) and to hear an engine; after that, without."""
+HEARD_LOOK_S = 0.05
 
 _PR_SET_PDEATHSIG = 1
 
@@ -88,6 +90,8 @@ class Process:
         self._log = log
         self._gateway = Gateway(settings, log=log, role=start.role)
         self._acceptor: Acceptor | None = None
+        self._accepts = start.role is Role.WORKER
+        self._drain = asyncio.Event()
         self._up = self._leaving = False
 
     async def run(self) -> int:
@@ -98,9 +102,12 @@ class Process:
                 async with asyncio.TaskGroup() as group:
                     obeying = group.create_task(self._obey(first, second))
                     pushing = group.create_task(self._push())
-                    await finished_before(first, self._accept() if self._start.role is Role.WORKER else self._settle())
+                    await finished_before(first, self._accept() if self._accepts else self._stand_by())
                     self._leaving = True
                     self._report()
+                    if self._accepts:
+                        self._gateway.ingress.retire()
+                        await finished_before(self._drain, finished_before(second, asyncio.sleep(RETIRE_S)))
                     finished = await finished_before(second, self._gateway.drain())
                     pushing.cancel()
                     obeying.cancel()
@@ -126,12 +133,14 @@ class Process:
             self._report()
             await self._acceptor.run()
 
-    async def _settle(self) -> None:
-        """Wait until the engines were heard, so that workers find their state; then stand by for ever."""
+    async def _stand_by(self) -> None:
+        """Say that we are up once the engines were heard, so that workers find their state; decide until cancelled."""
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + SETTLED_WAIT_S
-        while self._gateway.unready() and loop.time() < until_s:
-            await asyncio.sleep(SETTLED_LOOK_S)
+        until_s = loop.time() + HEARD_WAIT_S
+        while self._gateway.unready():
+            await asyncio.sleep(HEARD_LOOK_S)
+            if loop.time() > until_s:
+                break
         self._up = True
         self._report()
         await asyncio.Event().wait()
@@ -142,12 +151,14 @@ class Process:
         while (order := await self._channel.receive(Order)) is not None:
             if order.do is Do.TELL:
                 self._report(answers=order.seq)
-            else:
-                first.set()
-                if order.do is Do.HURRY:
-                    second.set()
-        first.set()
-        second.set()
+                continue
+            first.set()
+            if order.do is not Do.RETIRE:
+                self._drain.set()
+            if order.do is Do.HURRY:
+                second.set()
+        for event in (first, self._drain, second):
+            event.set()
 
     async def _push(self) -> None:
         while True:
@@ -159,7 +170,7 @@ class Process:
         gateway = self._gateway
         if self._acceptor is not None and not self._leaving:
             self._acceptor.refresh()
-        session, decides = gateway.presence.session, self._start.role is Role.DECIDER
+        session = gateway.presence.session
         self._channel.send(
             Report(
                 answers=answers,
@@ -172,8 +183,8 @@ class Process:
                 counts=self._teller.counts(),
                 gauges=self._teller.gauges() if answers else {},
                 unready=gateway.unready() if answers else "",
-                status=gateway.status() if answers and decides else {},
-                policy=gateway.policy() if answers and decides else {},
+                status=gateway.status() if answers and not self._accepts else {},
+                policy=gateway.policy() if answers and not self._accepts else {},
             )
         )
 

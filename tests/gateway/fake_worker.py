@@ -62,7 +62,7 @@ def main() -> int:
                 gauges={"headrace_client_connections": [[[], 2]]},
                 status={"settings": start["settings"]},
             )
-        elif order["do"] == "drain":
+        elif order["do"] in {"drain", "retire"}:
             say(leaving=True)
             select.select([end], [], [], float(linger or 0))
             return 0
