@@ -7,7 +7,7 @@ once or queued, tried on another engine when one has died, and ends with exactly
 
 Two kinds of traffic: requests at the times of a trace, and a backlog, of which WAITING works are always in the queue
 until the run is over. With a backlog the run ends after `duration_s`: what is left of the backlog is aborted, and counted
-with what it had been served by then; the requests of the trace are all waited for.
+with what it had been served by then; the requests of the trace are waited for, SETTLE_S at most.
 
 Nobody decides with knowledge that a gateway cannot have, with one exception that says so by its name: `privileged` makes
 a sizing policy from the world itself, for the clairvoyant bound.
@@ -58,7 +58,7 @@ WAITING = LOOK_AHEAD_OTHER
 """Backlog works kept in the queue: a dispatcher never sees more of them at once."""
 WATCH_S = 1.0
 SETTLE_S = 300.0
-"""How long after the end of a backlog the requests of the trace are waited for."""
+"""How long after the end of a backlog the requests of the trace are waited for; those left then are `unfinished`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class Plan:
                  works by engine -> name; None: the gateway places
     foreign      requests that reach an engine past the gateway: (engine, request)
     replicas     gateways that share the queue; requests reach them in turn
+    drift        (from_s, factor): answers of the backlog are that much longer from then on
+    engine_priority   works carry their class's precedence to the engine, for one that orders by it
     on_decision  told of each decision, synchronously
     on_time      told the replay's time once a second
     """
@@ -111,13 +113,15 @@ class Plan:
     front: Callable[[Sequence[str], Mapping[str, int]], str] | None = None
     foreign: Sequence[tuple[str, Request]] = ()
     replicas: int = 1
+    drift: tuple[float, float] | None = None
+    engine_priority: bool = False
     on_decision: Callable[[Decision], None] | None = None
     on_time: Callable[[float], None] | None = None
 
 
 @dataclass(slots=True)
 class Played:
-    """What came of a replay. decision_s are seconds of real time, the one thing here that differs between runs."""
+    """What came of a replay. decision_s are CPU seconds, the one thing here that differs between runs."""
 
     rows: list[Row] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
@@ -130,13 +134,15 @@ class Played:
 
 @dataclass(slots=True)
 class Course:
-    """One request on its way. `attempt` while it runs; wasted_tokens were made by attempts that failed."""
+    """One request on its way. `waiter` while it waits, `attempt` while it runs; wasted_tokens were made by attempts that
+    failed."""
 
     request: Request
     work: Work
     replica: Replica
     attempts: int = 0
     granted_s: float | None = None
+    waiter: asyncio.Task[None] | None = None
     attempt: Attempt | None = None
     grant: Grant | None = None
     first_token_s: float | None = None
@@ -254,10 +260,11 @@ class World:
             await asyncio.sleep(self.plan.duration_s - self.now_s)
             self._close_backlog()
         if self._open_requests:
-            if self.plan.backlog is None:
-                await self._over.wait()
-            else:
-                await asyncio.wait_for(self._over.wait(), SETTLE_S)
+            try:
+                async with asyncio.timeout(None if self.plan.backlog is None else SETTLE_S):
+                    await self._over.wait()
+            except TimeoutError:
+                self._cut_short(list(self.courses.values()))
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
@@ -305,7 +312,7 @@ class World:
         course.work = self._placed_in_front(course.work)
         grant = course.replica.owner.start_now(course.work)
         if grant is None:
-            self._tasks.create_task(self._queued(course))
+            course.waiter = self._tasks.create_task(self._queued(course))
         else:
             self._send(course, grant)
 
@@ -334,6 +341,7 @@ class World:
 
     def _send(self, course: Course, grant: Grant) -> None:
         now_s = self.loop.time()
+        course.waiter = None
         course.grant = grant
         course.attempts += 1
         if course.granted_s is None:
@@ -350,7 +358,7 @@ class World:
 
         try:
             course.attempt = self.hosts[grant.engine].send(
-                _sequence(course.work.id, course.request, int(course.request.class_name == self._backlog_class)),
+                _sequence(course.work.id, course.request, self._engine_priority(course.work)),
                 on_first_token,
                 on_end,
             )
@@ -358,6 +366,10 @@ class World:
             self._settle(course, Result.CLIENT_ERROR, "too_long")
             return
         course.replica.dispatcher.attach(grant, course.attempt)
+
+    def _engine_priority(self, work: Work) -> int:
+        """As the service forwards it: low is sooner."""
+        return self.plan.policy.precedence.index(work.class_name) if self.plan.engine_priority else 0
 
     @property
     def _backlog_class(self) -> str | None:
@@ -447,43 +459,42 @@ class World:
         assert backlog is not None
         number = next(self._backlog_number)
         prompt_tokens, output_tokens = backlog.lengths[number % len(backlog.lengths)]
+        if self.plan.drift is not None and self.now_s >= self.plan.drift[0]:
+            output_tokens = round(output_tokens * self.plan.drift[1])
         tenant = backlog.tenants[number % len(backlog.tenants)]
         request = Request(self.now_s, prompt_tokens, output_tokens, tenant, backlog.class_name)
         replica = self.replicas[number % len(self.replicas)]
         work = self._placed_in_front(self._work(request, next(self._numbers), replica))
         course = self.courses[work.id] = Course(request, work, replica)
-        self._tasks.create_task(self._from_backlog(course))
+        course.waiter = self._tasks.create_task(self._from_backlog(course))
 
     async def _from_backlog(self, course: Course) -> None:
         """Wait as long as it takes; a work that leaves the backlog is followed by another."""
-        bound = {course.work.class_name: 1 << 30}
-        try:
-            grant = await course.replica.owner.wait(course.work, bound)
-        except asyncio.CancelledError:
-            self.courses.pop(course.work.id, None)
-            raise
-        if not self._backlog_open:
-            course.replica.owner.finished(course.work, grant, None)
-            course.replica.owner.ended(course.work)
-            self.courses.pop(course.work.id, None)
-            return
+        grant = await course.replica.owner.wait(course.work, {course.work.class_name: _NO_BOUND})
         self._send(course, grant)
-        self._add_to_backlog()
+        if self._backlog_open:
+            self._add_to_backlog()
 
     def _close_backlog(self) -> None:
         """The run is over for the backlog: what runs of it is counted as it stands and aborted."""
         self._backlog_open = False
-        for course in list(self.courses.values()):
-            if course.request.class_name != self._backlog_class:
-                continue
+        self._cut_short([one for one in self.courses.values() if one.request.class_name == self._backlog_class])
+        self._note_totals()
+
+    def _cut_short(self, courses: list[Course]) -> None:
+        """Count what runs as it stands and abort it; of what waits, requests of the trace are counted too."""
+        for course in courses:
             attempt, grant = course.attempt, course.grant
+            if course.waiter is not None:
+                course.waiter.cancel()
             if attempt is not None and grant is not None:
                 self._record(course, UNFINISHED, attempt.output_tokens)
                 self.hosts[grant.engine].abort(attempt)
                 course.replica.owner.finished(course.work, grant, None)
                 course.replica.owner.ended(course.work)
-                del self.courses[course.work.id]
-        self._note_totals()
+            elif course.request.class_name != self._backlog_class:
+                self._record(course, UNFINISHED, 0)
+            del self.courses[course.work.id]
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -577,7 +588,7 @@ class Replica:
 
 
 class TimedDispatcher(Dispatcher):
-    """A dispatcher that keeps how long its decisions take, in seconds of real time."""
+    """A dispatcher that keeps how long its decisions take, in seconds of this thread's CPU time."""
 
     __slots__ = ("decision_s",)
 
@@ -586,15 +597,15 @@ class TimedDispatcher(Dispatcher):
         self.decision_s: list[float] = []
 
     def start_now(self, work: Work) -> Grant | None:
-        begun_s = time.perf_counter()
+        begun_s = time.thread_time()
         grant = super().start_now(work)
-        self.decision_s.append(time.perf_counter() - begun_s)
+        self.decision_s.append(time.thread_time() - begun_s)
         return grant
 
     async def round(self) -> bool:
-        begun_s = time.perf_counter()
+        begun_s = time.thread_time()
         placed = await super().round()
-        self.decision_s.append(time.perf_counter() - begun_s)
+        self.decision_s.append(time.thread_time() - begun_s)
         return placed
 
 
@@ -608,6 +619,8 @@ def replay(plan: Plan, log: Log) -> Played:
 
     return run(main())
 
+
+_NO_BOUND = 1 << 30
 
 _STATUS = {Result.COMPLETED: 200, Result.SHED: 429, Result.CLIENT_ERROR: 400}
 

@@ -1,0 +1,108 @@
+"""`headrace bench scheduling`: cells by policies by seeds, over all cores, against the bounds.
+
+It can be stopped and started again: what has been run by the same code is not run again. Tables and progress go to the
+terminal, `--json` prints the whole document, `--report DIR` writes the page and its pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gateway.bench.cells import shipped_data
+from gateway.bench.perturbations import PERTURBATIONS
+from gateway.bench.report import bounds_of, table_of, write_report
+from gateway.bench.runs import Task
+from gateway.bench.scheduling import chosen, run_all, summarise, tasks_of, timed
+from gateway.settings_file import SettingsError
+
+OUT = Path("bench-scheduling")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the benchmark."""
+    parser = subparsers.add_parser("scheduling", help="bulk beside interactive, against baselines and bounds")
+    parser.add_argument("--cell", action="append", default=[], metavar="NAME", help="only this cell; repeatable")
+    parser.add_argument("--quick", action="store_true", help="one seed, quick cells, every second static window")
+    parser.add_argument(
+        "--perturb", default="", choices=sorted(PERTURBATIONS), help="with something wrong in the world"
+    )
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"rows and figures of each run ({OUT})")
+    parser.add_argument("--data", type=Path, default=None, metavar="DIR", help="cells.json and traces (those shipped)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (one a core)")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write the page and its pictures there")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what is missing, then tell."""
+    data: Path = args.data or shipped_data()
+    try:
+        cells = chosen(data, args.cell, quick=args.quick)
+    except OSError as error:
+        raise SettingsError(f"bench: --data {data}: {error.strerror}; it must hold cells.json and traces/") from None
+    except KeyError as error:
+        raise SettingsError(f"bench: --cell {error.args[0]}: no such cell; cells.json names them") from None
+    tasks = tasks_of(cells, data=data, out=args.out, quick=args.quick, perturb=args.perturb)
+    seconds = timed()
+    with _progress() as progress:
+        found = run_all(tasks, workers=args.workers, on_done=_Meter(progress, len(tasks)))
+    document: dict[str, Any] = summarise(cells, found, out=args.out, seconds=seconds())
+    document["quick"] = args.quick
+    if args.perturb:
+        document["perturbation"] = args.perturb
+    if args.report is not None:
+        write_report(args.report, document)
+    if args.json:
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    else:
+        _tables(document)
+    return 0
+
+
+@dataclass(slots=True)
+class _Meter:
+    """Counts runs on the progress bar, if there is one."""
+
+    progress: Progress | None
+    total: int
+    _task: TaskID | None = field(default=None, init=False)
+
+    def __call__(self, task: Task) -> None:
+        if self.progress is None:
+            return
+        if self._task is None:
+            self._task = self.progress.add_task("", total=self.total)
+        self.progress.update(self._task, advance=1, description=task.stem)
+
+
+def _progress() -> AbstractContextManager[Progress | None]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return nullcontext()
+    columns = (MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, transient=True)
+
+
+def _tables(document: dict[str, Any]) -> None:
+    console = Console(width=180)
+    for cell in document["cells"]:
+        header, *rows = table_of(cell, document)
+        table = Table(
+            title=cell, title_justify="left", caption="\n".join(bounds_of(cell, document)), caption_justify="left"
+        )
+        for number, title in enumerate(header):
+            table.add_column(title, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(f"{document['seconds']:,.0f} s; rows of every request in {document['rows']}")
