@@ -8,7 +8,7 @@ successor leader does not start from nothing. It awaits nothing and reads no clo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,7 @@ class FirstToken:
     work: Work
     engine: str
     engine_ttft_s: float
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,42 @@ class Finished:
     work: Work
     engine: str
     outcome: Outcome | None
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A work was given to an engine and counts there from now on. attempt is 1 for the first try."""
+
+    work: Work
+    engine: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One attempt in flight, as far as its tokens are known here.
+
+    shown_tokens    output shown so far; 0 for one whose owner does not tell
+    prefilled       its first token has been seen
+    """
+
+    work: Work
+    attempt: int
+    shown_tokens: int
+    prefilled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The control tick, before `Sampled`: every attempt on the engine that is counted one by one, and how far it is.
+
+    Complete: an attempt that is not named is counted one by one no more, whatever was heard of it. What the view counts
+    beyond these runs in other processes, and is known by its sums only.
+    """
+
+    engine: str
+    running: Sequence[Running]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +78,7 @@ class Sampled:
     queued: Mapping[str, int] = field(default_factory=dict)
 
 
-SizingEvent = FirstToken | Finished | Sampled
+SizingEvent = Granted | FirstToken | Finished | Progressed | Sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ class EngineView:
     kv_tokens        prompt + generated tokens of our works in flight, in whole blocks
     prefill_tokens   prompt tokens of our works that have shown no first token yet
     last_grant_s     pool time of the latest grant; -inf when never
+    preemptions_total, prompt_tokens_total, generation_tokens_total   the engine's counters, since it started
+    start_time_s     of the engine's process, on a clock of its own: only a change of it means something
     gpu_busy_fraction, gpu_power_fraction   of the time, and of the power limit, of the busiest and hungriest GPU
     gpu_heat_margin_c                       degrees that the hottest GPU is below the temperature at which it slows down
     speaks           whether the engine serves a path natively; an engine gets only works whose path it speaks
@@ -131,6 +133,11 @@ class EngineView:
     waiting: Reading = UNKNOWN
     seats: Reading = UNKNOWN
     max_model_len: Reading = UNKNOWN
+    kv_block_tokens: Reading = UNKNOWN
+    preemptions_total: Reading = UNKNOWN
+    prompt_tokens_total: Reading = UNKNOWN
+    generation_tokens_total: Reading = UNKNOWN
+    start_time_s: Reading = UNKNOWN
     gpu_busy_fraction: Reading = UNKNOWN
     gpu_power_fraction: Reading = UNKNOWN
     gpu_heat_margin_c: Reading = UNKNOWN

@@ -32,7 +32,7 @@ from policies.dispatching import Placement, place_one, plan_round
 from policies.ordering import TenantCounters
 from policies.placement import eligible
 from policies.schema import Policy
-from policies.sizing import Finished, FirstToken, Sampled, SizingPolicy
+from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingPolicy
 from policies.vocabulary import Action, Decision, Grant, Guard, Outcome, Work
 
 TICK_S = 0.25
@@ -124,9 +124,8 @@ class Dispatcher:
 
     def accept(self, work: Work, grant: Grant) -> None:
         """An owner in this process takes a grant up, whoever gave it: count it here if it is not counted yet."""
-        ledger = self._ledger[grant.engine]
-        if (grant.work_id, grant.attempt) not in ledger.entries:
-            ledger.add(work, grant.attempt, self._clock.pool_s())
+        if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:
+            self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
 
     def honours(self, grant: Grant) -> bool:
         """Whether a grant names an engine that is configured here, under an epoch that nobody has replaced."""
@@ -152,7 +151,7 @@ class Dispatcher:
     def first_token(self, work: Work, grant: Grant, engine_ttft_s: float) -> None:
         """An attempt showed its first token."""
         self._ledger[grant.engine].first_token(grant.work_id, grant.attempt)
-        self._sizing.on_event(FirstToken(work, grant.engine, engine_ttft_s), self._clock.pool_s())
+        self._sizing.on_event(FirstToken(work, grant.engine, engine_ttft_s, grant.attempt), self._clock.pool_s())
         self.wake_if_waiting()
 
     def finished(self, work: Work, grant: Grant, outcome: Outcome | None) -> None:
@@ -160,7 +159,7 @@ class Dispatcher:
         if self._ledger[grant.engine].remove(grant.work_id, grant.attempt):
             now_s = self._clock.pool_s()
             self._uncertain.pop((grant.work_id, grant.attempt), None)
-            self._sizing.on_event(Finished(work, grant.engine, outcome), now_s)
+            self._sizing.on_event(Finished(work, grant.engine, outcome, grant.attempt), now_s)
             self.tenants.on_event(work, outcome)
             self.wake_if_waiting()
             if not self._presence.sole:
@@ -270,10 +269,15 @@ class Dispatcher:
         if (runs_on := self._ledger.engine_of(work.id, attempt)) is not None:
             # The store lost its data between our claim and the answer, and was told of this work as waiting.
             return Grant(work.id, runs_on, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
-        self._ledger[engine].add(work, attempt, now_s)
+        self._count(work, engine, attempt, now_s)
         self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
         self._sink(placement.decision)
         return Grant(work.id, engine, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
+
+    def _count(self, work: Work, engine: str, attempt: int, now_s: float) -> None:
+        """Count an attempt from now on: in the ledger, and with whoever decides by what runs."""
+        self._ledger[engine].add(work, attempt, now_s)
+        self._sizing.on_event(Granted(work, engine, attempt), now_s)
 
     def _others_first(self, work: Work, policy: Policy) -> bool:
         """True when a work of the same or a more urgent class waits."""
@@ -291,6 +295,7 @@ class Dispatcher:
             now_s = self._clock.pool_s()
             queued = self.depths()
             for view in self._roster.views(self._clock.now_s()):
+                self._sizing.on_event(Progressed(view.name, self._ledger[view.name].progress()), now_s)
                 self._sizing.on_event(Sampled(view, queued), now_s)
             self._drop_uncertain(now_s)
             self.wake_if_waiting()
@@ -316,7 +321,7 @@ class Dispatcher:
                 key = (one.work.id, one.grant.attempt)
                 if key not in self._ledger[one.grant.engine].entries:
                     self._uncertain[key] = one.grant
-                    self._ledger[one.grant.engine].add(one.work, one.grant.attempt, self._clock.pool_s())
+                    self._count(one.work, one.grant.engine, one.grant.attempt, self._clock.pool_s())
         self._took_over = epoch
 
     def _step_down(self) -> None:
@@ -355,7 +360,7 @@ class Dispatcher:
             return None
         pool_s = self._clock.pool_s()
         attempt = work.attempt + 1
-        self._ledger[engine].add(work, attempt, pool_s)
+        self._count(work, engine, attempt, pool_s)
         self.tenants.granted(work, policy.tenant(work.tenant).weight)
         self._steward.spent(self._credit.started)
         self._sink(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.queue.base import Claimed, InFlight, Place, Session
+from policies.sizing import Running
 from policies.vocabulary import Work
 
 NOTHING = InFlight()
@@ -38,6 +39,7 @@ class Progress(Protocol):
 class Entry:
     """One attempt in flight. kv_tokens is its share of the engine's sum at the last refresh, in whole blocks.
 
+    output_tokens   shown by the last refresh
     claimed   whose it is, and the grant's place in that session's order; None: it runs (or will) in this process
     """
 
@@ -47,6 +49,8 @@ class Entry:
     progress: Progress | None = None
     kv_tokens: int = 0
     prefill_tokens: int = 0
+    output_tokens: int = 0
+    prefilled: bool = False
 
 
 @dataclass(slots=True)
@@ -77,9 +81,10 @@ class EngineLedger:
     def first_token(self, work_id: str, attempt: int) -> None:
         """The prompt has been prefilled: it no longer counts as pending prefill. Idempotent."""
         entry = self.entries.get((work_id, attempt))
-        if entry is not None and entry.prefill_tokens:
+        if entry is not None and not entry.prefilled:
             self.prefill_tokens -= entry.prefill_tokens
             entry.prefill_tokens = 0
+            entry.prefilled = True
             self.version += 1
 
     def attach(self, work_id: str, attempt: int, progress: Progress) -> None:
@@ -140,10 +145,18 @@ class EngineLedger:
         """Take the live counters over into the sums: O(works in flight), once per control tick."""
         for entry in self.entries.values():
             if entry.progress is not None:
-                kv_tokens = self._whole_blocks(entry.work, entry.progress.output_tokens)
+                entry.output_tokens = entry.progress.output_tokens
+                kv_tokens = self._whole_blocks(entry.work, entry.output_tokens)
                 self.kv_tokens += kv_tokens - entry.kv_tokens
                 entry.kv_tokens = kv_tokens
         self.version += 1
+
+    def progress(self) -> list[Running]:
+        """Every attempt that is counted one by one, as of the last refresh, in the order of their grants."""
+        return [
+            Running(entry.work, attempt, entry.output_tokens, entry.prefilled)
+            for (_, attempt), entry in self.entries.items()
+        ]
 
     def _whole_blocks(self, work: Work, output_tokens: int) -> int:
         block = self.block_tokens

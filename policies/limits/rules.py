@@ -30,7 +30,7 @@ from typing import TypeVar
 
 from policies.limits.shared import SharedLimit
 from policies.schema import Policy, RulesSizing
-from policies.sizing import Finished, FirstToken, Sampled, SizingEvent, Window
+from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingEvent, Window
 from policies.vocabulary import EngineView, Reading, Result, Verdict, Work
 
 TTFT_KEPT_S = 10.0
@@ -150,6 +150,8 @@ class Rules:
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         """Remember, and at a control tick let the table decide."""
+        if isinstance(event, Granted | Progressed):
+            return
         name = event.view.name if isinstance(event, Sampled) else event.engine
         history = self._histories.get(name)
         if history is None:
