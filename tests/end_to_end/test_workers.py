@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from tests.end_to_end.conftest import StartGateway, engines_yaml
 from tests.end_to_end.gateway_process import GatewayProcess
@@ -185,8 +188,18 @@ async def test_counters_stay_complete_and_never_fall_when_a_worker_is_killed(sta
             last = page
 
     assert loading.result() == 500
+    assert {family.name for family in await openmetrics(stage)} >= {"headrace_requests", "headrace_worker_up"}
     assert completed(await stage.gateway.metrics()) == before + 1000
     assert slowest_s < 1.0
+
+
+async def openmetrics(stage: Stage) -> list[Metric]:
+    """The page in its other format, as the reference parser reads it."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answer = await client.get(
+            f"{stage.gateway.admin_url}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
+        )
+    return list(parse_openmetrics(answer.text))  # type: ignore[no-untyped-call]
 
 
 async def test_a_dead_workers_gauges_are_gone_and_the_others_are_not(stage: Stage) -> None:
