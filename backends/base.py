@@ -139,6 +139,12 @@ class Signal(StrEnum):
     GPU_BUSY_FRACTION = "gpu_busy_fraction"
     GPU_POWER_FRACTION = "gpu_power_fraction"
     GPU_HEAT_MARGIN_C = "gpu_heat_margin_c"
+    GPU_POWER_W = "gpu_power_w"
+    GPU_TEMPERATURE_C = "gpu_temperature_c"
+    GPU_MEMORY_FREE_BYTES = "gpu_memory_free_bytes"
+    GPU_MEMORY_FREE_FRACTION = "gpu_memory_free_fraction"
+    GPU_THROTTLED = "gpu_throttled"
+    GPU_ENERGY_J_TOTAL = "gpu_energy_j_total"
 
 
 @dataclass(frozen=True, slots=True)
