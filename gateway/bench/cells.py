@@ -82,11 +82,11 @@ class Cell:
     def ttft_sla_per_1k_tokens_s(self) -> float:
         return float(self.raw.get("ttft_sla_per_1k_tokens_s", 0.0))
 
-    def engines(self, options: EngineOptions) -> tuple[EngineSpec, ...]:
+    def engines_of_pool(self, options: EngineOptions | None = None) -> tuple[EngineSpec, ...]:
         """The pool. Names are e0, e1, ... in the file's order."""
         specs = []
         for number, (engine, profile) in enumerate(zip(self.raw["engines"], self.profiles, strict=True)):
-            spec = EngineSpec(f"e{number}", profile, options)
+            spec = EngineSpec(f"e{number}", profile, options or EngineOptions())
             if engine.get("spot"):
                 spec = replace(
                     spec, interrupted_at_s=float(engine["interrupted_at_s"]), notice_s=float(engine["notice_s"])

@@ -93,7 +93,7 @@ def plan_of(cell: Cell, name: str, seed: int, perturb: str = "") -> tuple[Plan, 
     options = EngineOptions(scheduling_policy=contender.engine_order)
     work = cell.workload(seed)
     plan = Plan(
-        engines=cell.engines(options),
+        engines=cell.engines_of_pool(options),
         policy=parse(cell.policy_text(contender.document), "bench"),
         requests=work.requests,
         backlog=None if name == ALONE else work.backlog,

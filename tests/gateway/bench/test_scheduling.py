@@ -1,0 +1,361 @@
+"""The scheduling benchmark: its cells, its baselines, its bounds by hand, and a small cell run as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.simulated.profiles import load_profile
+from gateway.bench.baselines import (
+    BULK_WINDOWS,
+    CLIENTS_IN_FLIGHT,
+    RoundRobin,
+    SaturationGate,
+    Windows,
+    contenders,
+    least_outstanding,
+)
+from gateway.bench.bounds import fluid_tokens_per_s, given_up
+from gateway.bench.cells import BULK, INTERACTIVE, Cell, load_cells, shipped_data
+from gateway.bench.perturbations import PERTURBATIONS, Perturbed
+from gateway.bench.report import write_report
+from gateway.bench.runs import CLAIRVOYANT, Task, ceiling, perform, plan_of, play
+from gateway.bench.scheduling import bar, best_static, run_all, summarise, tasks_of
+from gateway.cli import main
+from gateway.replay.rows import read_rows
+from gateway.replay.trace import Request
+from policies.document import parse
+from policies.limits import LIMITS
+from policies.vocabulary import EngineState, EngineView, Quality, Reading, Work
+
+H100 = load_profile("h100_llama31_8b_tp1")
+DATA = shipped_data()
+CELLS = {cell.name: cell for cell in load_cells(DATA)}
+
+
+def small(name: str = "kv-tight", seconds: int = 40) -> Cell:
+    """A cell of the benchmark, cut short."""
+    raw = json.loads(json.dumps(CELLS[name].raw))
+    raw["interactive"]["duration_s"] = seconds
+    raw["seeds"] = [1, 2]
+    return Cell(name, raw, DATA)
+
+
+def fresh(value: float) -> Reading:
+    return Reading(value, 0.1, Quality.FRESH)
+
+
+def view(**fields: Any) -> EngineView:
+    return EngineView("e", EngineState.UP, frozenset({"m"}), **fields)
+
+
+def work(class_name: str) -> Work:
+    return Work("w", class_name, "t", "m", "/v1/completions", 0.0, 0.0, prompt_tokens=100)
+
+
+# -- cells
+
+
+@pytest.mark.parametrize("name", sorted(CELLS))
+def test_a_cell_has_traffic_engines_and_a_policy(name: str) -> None:
+    cell = CELLS[name]
+
+    found = cell.workload(1)
+
+    urgent = [one for one in found.requests if one.class_name == INTERACTIVE]
+    assert len(urgent) > 500
+    assert [one.arrival_s for one in found.requests] == sorted(one.arrival_s for one in found.requests)
+    assert found.requests[-1].arrival_s < found.duration_s
+    assert (found.backlog is None) == ("llm-d" in name)
+    assert parse(cell.policy_text("fixed"), "cell").class_policy(INTERACTIVE).ttft_sla_s == cell.ttft_sla_s
+    assert len(cell.profiles) == len(cell.raw["engines"])
+
+
+def test_cells_are_as_the_definition_says() -> None:
+    late, pool, tenants = CELLS["kv-tight-late"], CELLS["pool"], CELLS["tenants"]
+
+    rates = [len(CELLS[name].workload(1).requests) / 600 for name in ("kv-tight", "busy")]
+    spot = pool.engines_of_pool()[2]
+
+    assert rates == pytest.approx([1.02, 9.97], abs=0.02)
+    assert len(late.workload(1).requests) / 600 == pytest.approx(1.36, abs=0.01)
+    assert (spot.interrupted_at_s, spot.notice_s) == (400.0, 60.0)
+    assert [cell.name for cell in CELLS.values() if not cell.quick] == ["llm-d", "llm-d-h100x4_llama31_70b_tp4"]
+    assert len({one.tenant for one in tenants.workload(1).requests}) == 27
+    assert CELLS["long-prompt"].workload(1).requests[1].cached_prompt_tokens == 512
+
+
+def test_a_seed_permutes_the_backlog_and_nothing_else() -> None:
+    one, other = (CELLS["kv-tight"].workload(seed) for seed in (1, 2))
+
+    assert one.backlog is not None
+    assert other.backlog is not None
+    assert one.requests == other.requests
+    assert one.backlog.lengths != other.backlog.lengths
+    assert sorted(one.backlog.lengths) == sorted(other.backlog.lengths)
+
+
+def test_synthetic_answers_have_the_mean_and_deviation_asked_for() -> None:
+    items = [one.output_tokens for one in CELLS["llm-d"].workload(1).requests if one.class_name == BULK]
+
+    mean = sum(items) / len(items)
+    deviation = (sum((one - mean) ** 2 for one in items) / len(items)) ** 0.5
+    assert len(items) == 3000
+    assert mean == pytest.approx(500, rel=0.05)
+    assert deviation == pytest.approx(400, rel=0.15)
+
+
+# -- baselines
+
+
+def test_all_the_baselines_are_there_and_ours_as_soon_as_it_exists() -> None:
+    names = set(contenders())
+
+    assert {"pass_round_robin", "pass_least_outstanding", "aimd", "gradient", "rules", "saturation_gate"} <= names
+    assert {f"static_shared_{window}" for window in (8, 32, 64, 256)} <= names
+    assert {f"static_bulk_{window}" for window in BULK_WINDOWS} <= names
+    assert {f"engine_priority_{window}" for window in (64, 128, 512)} <= names
+    assert ("token_ledger" in names) == ("token_ledger" in LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("windows", "in_flight", "interactive", "bulk"),
+    [
+        (Windows(total=None, bulk=2), {BULK: 1, INTERACTIVE: 900}, True, True),
+        (Windows(total=None, bulk=2), {BULK: 2}, True, False),
+        (Windows(total=4, bulk=4), {BULK: 3}, True, True),
+        (Windows(total=4, bulk=4), {BULK: 3, INTERACTIVE: 1}, False, False),
+    ],
+)
+def test_windows_hold_each_class_to_its_own(
+    windows: Windows, in_flight: Mapping[str, int], *, interactive: bool, bulk: bool
+) -> None:
+    verdicts = [windows.admit(work(name), view(in_flight=in_flight), 0.0).admitted for name in (INTERACTIVE, BULK)]
+
+    assert verdicts == [interactive, bulk]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "kv", "sent", "interactive", "bulk"),
+    [
+        (0, 0.1, 0, True, True),
+        (2, 0.1, 0, True, True),
+        (3, 0.1, 0, True, False),
+        (5, 0.1, 0, False, False),
+        (0, 0.33, 0, True, False),
+        (0, 0.73, 0, False, False),
+        (0, 0.1, 3, True, False),
+    ],
+)
+def test_the_gate_closes_for_bulk_first(waiting: int, kv: float, sent: int, *, interactive: bool, bulk: bool) -> None:
+    seen = view(
+        in_flight={BULK: 10 + waiting + sent},
+        running=fresh(10),
+        waiting=fresh(waiting),
+        kv_used_fraction=fresh(kv),
+    )
+
+    verdicts = [SaturationGate().admit(work(name), seen, 0.0).admitted for name in (INTERACTIVE, BULK)]
+
+    assert verdicts == [interactive, bulk]
+
+
+def test_an_open_gate_still_has_only_so_many_clients() -> None:
+    seen = view(in_flight={BULK: CLIENTS_IN_FLIGHT}, running=fresh(CLIENTS_IN_FLIGHT), waiting=fresh(0))
+
+    assert not SaturationGate().admit(work(BULK), seen, 0.0).admitted
+
+
+def test_balancers_take_turns_or_the_least_loaded() -> None:
+    turns = RoundRobin()
+
+    assert [turns(["a", "b"], {}) for _ in range(4)] == ["b", "a", "b", "a"]
+    assert least_outstanding(["a", "b", "c"], {"a": 3, "b": 1, "c": 1}) == "b"
+
+
+# -- bounds
+
+
+def test_the_fluid_bound_without_interactive_work_is_the_arithmetic() -> None:
+    model, prompt, output, tau_ms = H100.step_model, 1000, 200, 50.0
+    work_ms = (model.b + model.h1) * output + model.c * output * (prompt + output / 2) + model.e * prompt
+    by_time = (1 - (model.a + model.h0) / tau_ms) / work_ms * 1000 * (prompt + output)
+
+    found = fluid_tokens_per_s([H100], [], [(prompt, output)], duration_s=600.0, tpot_sla_s=tau_ms / 1000)
+
+    assert found == pytest.approx(by_time)
+
+
+def test_the_fluid_bound_of_a_small_memory_is_memory() -> None:
+    tight = replace(H100, kv_tokens=4016)
+
+    found = fluid_tokens_per_s([tight], [], [(1000, 200)], duration_s=600.0, tpot_sla_s=0.2)
+
+    assert found < 0.3 * fluid_tokens_per_s([H100], [], [(1000, 200)], duration_s=600.0, tpot_sla_s=0.2)
+
+
+def test_interactive_work_and_a_second_engine_move_the_fluid_bound() -> None:
+    some = [Request(float(number), 2000, 200) for number in range(100)]
+    alone, beside, pair = (
+        fluid_tokens_per_s(profiles, requests, [(1000, 200)], duration_s=100.0, tpot_sla_s=0.2)
+        for profiles, requests in (([H100], []), ([H100], some), ([H100, H100], some))
+    )
+
+    assert beside < alone
+    assert pair == pytest.approx(beside + alone, rel=0.02)
+
+
+def test_moore_and_hodgson_give_up_the_largest_of_an_infeasible_queue() -> None:
+    """One prompt of two seconds before three short ones, a second for each: without it all others are in time."""
+    requests = [Request(0.0, tokens, 1) for tokens in (60_000, 1000, 1000, 1000)]
+
+    lost = given_up(requests, [H100], ttft_sla_s=1.0, per_1k_tokens_s=0.0)
+
+    assert lost == {0}
+
+
+def test_nothing_is_given_up_while_there_is_time() -> None:
+    requests = [Request(number * 0.1, 1000, 10) for number in range(100)]
+
+    assert given_up(requests, [H100], ttft_sla_s=1.0, per_1k_tokens_s=0.0) == set()
+    assert len(given_up(requests, [H100], ttft_sla_s=0.03, per_1k_tokens_s=0.0)) == 100
+
+
+def test_the_ceiling_of_a_cell_is_one_unless_bursts_exceed_it() -> None:
+    found = {name: ceiling(CELLS[name], CELLS[name].workload(1)) for name in ("kv-tight", "bursty")}
+
+    assert found["kv-tight"] == 1.0
+    assert 0.85 < found["bursty"] < 0.95
+
+
+@pytest.mark.parametrize(("reachable", "needed"), [(1.0, 0.99), (0.995, 0.99), (0.9, 0.873)])
+def test_the_bar_is_lower_only_where_bursts_exceed_capacity(reachable: float, needed: float) -> None:
+    assert bar(reachable) == pytest.approx(needed)
+
+
+def test_best_static_is_the_most_bulk_among_those_at_the_bar() -> None:
+    means = {
+        "static_bulk_4": {"attainment": 1.0, "bulk_tokens_per_s": 10.0},
+        "static_bulk_8": {"attainment": 0.99, "bulk_tokens_per_s": 20.0},
+        "static_shared_32": {"attainment": 0.98, "bulk_tokens_per_s": 90.0},
+        "gradient": {"attainment": 1.0, "bulk_tokens_per_s": 95.0},
+    }
+    ours = {"token_ledger": {"attainment": 0.97, "bulk_tokens_per_s": 0.0}}
+
+    assert (best_static(means, 1.0) or {})["policy"] == "static_bulk_8"
+    assert (best_static({**means, **ours}, 1.0) or {})["policy"] == "static_shared_32"
+    assert best_static({"static_bulk_4": {"attainment": 0.5, "bulk_tokens_per_s": 1.0}}, 1.0) is None
+
+
+# -- runs
+
+
+@pytest.mark.slow
+def test_the_clairvoyant_serves_more_than_any_static_window_that_keeps_the_objective() -> None:
+    cell = small(seconds=120)
+    _, knowing = play(cell, CLAIRVOYANT, 1)
+
+    static = [play(cell, f"static_bulk_{window}", 1)[1] for window in (4, 6, 8, 10)]
+
+    assert knowing.attainment is not None
+    assert knowing.attainment >= 0.99
+    assert knowing.bulk_tokens_per_s > max(
+        one.bulk_tokens_per_s for one in static if one.attainment is not None and one.attainment >= 0.99
+    )
+
+
+def test_what_the_clairvoyant_gives_up_is_a_miss() -> None:
+    plan, lost, _ = plan_of(small("bursty", 240), CLAIRVOYANT, 1)
+
+    assert lost
+    assert {row.outcome for row in lost} == {"shed"}
+    assert len(plan.requests) + len(lost) == len(small("bursty", 240).workload(1).requests)
+
+
+def defined(folder: Path, cell: Cell) -> Path:
+    """A data folder with this one cell."""
+    folder.mkdir()
+    (folder / "traces").symlink_to(DATA / "traces")
+    (folder / "cells.json").write_text(json.dumps({"cells": [cell.raw]}))
+    return folder
+
+
+def test_a_run_leaves_its_rows_and_figures_and_is_not_made_again(tmp_path: Path) -> None:
+    task = Task("kv-tight", "static_bulk_4", 1, defined(tmp_path / "one", small(seconds=20)), tmp_path)
+    before = task.done
+
+    found = perform(task)
+
+    assert before is None
+    assert task.done == found
+    assert len(read_rows(tmp_path / "kv-tight.static_bulk_4.1.csv")) > 20
+    assert run_all([task], workers=1, on_done=lambda _task: None) == {task: found}
+    assert replace(task, data=defined(tmp_path / "other", small(seconds=21))).done is None
+
+
+@pytest.mark.parametrize("name", sorted(PERTURBATIONS))
+def test_a_perturbation_bends_the_world_and_the_run_still_ends(name: str) -> None:
+    cell = small("pool", 12)
+    before, _, _ = plan_of(cell, "static_bulk_8", 1)
+
+    played, found = play(cell, "static_bulk_8", 1, name)
+
+    assert PERTURBATIONS[name](Perturbed(before, cell)).plan != before
+    urgent = [row for row in played.rows if row.class_name == INTERACTIVE]
+    assert len(urgent) == len(before.requests)
+    assert found.attainment is not None
+
+
+# -- the command
+
+
+def test_the_document_has_its_shape_and_the_report_follows_from_it(tmp_path: Path) -> None:
+    cell = small(seconds=20)
+    names = ("static_bulk_4", "gradient", CLAIRVOYANT)
+    found = {Task(cell.name, name, 1, DATA, tmp_path): play(cell, name, 1)[1].plain() for name in names}
+
+    document = summarise([cell], found, out=tmp_path, seconds=1.0)
+    page = write_report(tmp_path / "report", document).read_text()
+
+    assert set(document) == {"cells", "bounds", "rows", "commit", "seconds"}
+    assert set(document["cells"]["kv-tight"]) == {"static_bulk_4", "gradient"}
+    assert {
+        "attainment", "goodput_rps", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "tpot_p99_s", "bulk_tokens_per_s",
+        "preemptions", "recomputed_tokens", "joules_per_token", "jain", "decision_p99_us",
+    } <= set(document["cells"]["kv-tight"]["gradient"])  # fmt: skip
+    bounds = document["bounds"]["kv-tight"]
+    assert bounds["best_static"]["policy"] == "static_bulk_4"
+    assert bounds["attainment_ceiling"] == 1.0
+    assert bounds["fluid_bulk_tokens_per_s"] > 0
+    assert json.loads(json.dumps(document)) == document
+    assert "| static_bulk_4 | 1.0000 |" in page
+    assert (tmp_path / "report" / "scheduling-kv-tight.svg").read_text().startswith("<svg")
+
+
+def test_quick_is_one_seed_and_perturbed_runs_are_ours_and_the_clairvoyants(tmp_path: Path) -> None:
+    cells = [small(), small("pool")]
+
+    quick = tasks_of(cells, data=DATA, out=tmp_path, quick=True)
+    whole = tasks_of(cells, data=DATA, out=tmp_path, quick=False)
+    killed = tasks_of(cells, data=DATA, out=tmp_path, quick=False, perturb="engine_killed")
+
+    assert {task.seed for task in quick} == {1}
+    assert len(whole) > 2 * len(quick)
+    assert {(task.cell, task.contender) for task in killed} <= {("pool", CLAIRVOYANT), ("pool", "token_ledger")}
+    assert killed[0].stem == "pool+engine_killed.clairvoyant.1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [(["--cell", "nowhere"], "no such cell"), (["--data", "/nonexistent"], "must hold cells.json")],
+)
+def test_a_mistake_is_one_line(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["bench", "scheduling", *flags])
+
+    assert code == 2
+    assert told in capsys.readouterr().err
