@@ -20,6 +20,9 @@ from gateway.bench.fidelity import BAR, SHIPPED, Compared, Log, Residuals, compa
 from gateway.replay.trace import TraceError
 from gateway.settings_file import SettingsError
 
+PIPED_WIDTH = 130
+"""Columns where there is no terminal to ask."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe the benchmark."""
@@ -101,7 +104,8 @@ def _table(compared: Sequence[Compared]) -> None:
                     *heads, name, f"{figure.real:.4g}", f"{figure.simulated:.4g}", f"{figure.error:+.1%}{mark}"
                 )
         table.add_section()
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=PIPED_WIDTH)).print(table)
 
 
 def _parts(one: Compared) -> Iterator[tuple[str, Residuals]]:
