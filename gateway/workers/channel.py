@@ -80,7 +80,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a process tells, unasked every half second (counts and a few numbers) or in answer to TELL (all of it).
+    """What a process tells, unasked a few times a second (counts and a few numbers) or in answer to TELL (all of it).
 
     answers       seq of the TELL, 0 for none
     up            it serves (a worker) or leads or stands by (the decider)

@@ -2,7 +2,7 @@
 
 A process tells what it counted *since it last told*, and the supervisor adds that to its own counters and histograms.
 So nothing has to be done when a process dies: what it told stays in the sums, they never fall, and what is lost with
-it is what it had not told yet (half a second's worth, see gateway.workers.worker). The cost follows what has changed,
+it is what it had not told yet (half a second's worth at most, see gateway.workers.worker). The cost follows what has changed,
 and a page is rendered from one registry, as in a single process.
 
 Gauges are values of now. They are kept by process, merged by the rule of their row (`Instrument.merge`) when a page is

@@ -8,8 +8,8 @@ decider polls engines and dispatches for all workers, so that no relay waits for
     SIGTERM twice, HURRY   end at once
     the channel's end      the supervisor is gone: end at once, since nobody would restart or merge us
 
-It reports every PUSH_S what it counted since, and once more after its last work, so that kill -9 loses at most the
-counts of half a second and any other end loses none.
+It reports every PUSH_S (PUSH_MAX_S where there are very many series) what it counted since, and once more after its
+last work, so that kill -9 loses at most the counts of half a second and any other end loses none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from gateway.workers.accepting import Acceptor, Board
 from gateway.workers.channel import CHANNEL_FD, Channel, Do, Order, Report, Start
 from gateway.workers.merge import Teller
 
-PUSH_S = 0.5
+PUSH_S, PUSH_MAX_S = 0.1, 0.5
+PUSH_PAUSES = 50
+"""The pause after a report is at least this many times as long as the report took: a fiftieth of the loop is for it."""
 RETIRE_S = 2.0
 """For clients that keep their connections to use them once more, and to be told by the answer that it was the last."""
 HEARD_WAIT_S = 5.0
@@ -161,9 +163,12 @@ class Process:
             event.set()
 
     async def _push(self) -> None:
+        loop, pause_s = asyncio.get_running_loop(), PUSH_S
         while True:
-            await asyncio.sleep(PUSH_S)
+            await asyncio.sleep(pause_s)
+            began_s = loop.time()
             self._report()
+            pause_s = min(PUSH_MAX_S, max(PUSH_S, PUSH_PAUSES * (loop.time() - began_s)))
             await self._channel.drained()
 
     def _report(self, *, answers: int = 0) -> None:
