@@ -28,7 +28,7 @@ class Child:
     ended     the process is gone
     report    the last one, with status, policy and readiness as of the last answer
     gauges    as of the last answer; none once it has ended
-    heard     how many reports came
+    heard     how many reports came; heard_s: when the last one did
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Child:
         self.report = Report()
         self.gauges: GaugeValues = {}
         self.heard = 0
+        self.heard_s = monotonic()
         self._command = command
         self._on_counts = on_counts
         self._monotonic = monotonic
@@ -67,6 +68,11 @@ class Child:
     def lived_s(self) -> float:
         """Seconds since its start."""
         return self._monotonic() - self.started_s
+
+    @property
+    def unheard_s(self) -> float:
+        """For how long no report has come, asked for or not."""
+        return self._monotonic() - self.heard_s
 
     def silent_for_s(self) -> float:
         """For how long a question has been waiting for its answer; 0 with none under way."""
@@ -130,6 +136,7 @@ class Child:
     async def _hear(self, channel: Channel) -> None:
         while (report := await channel.receive(Report)) is not None:
             self.heard += 1
+            self.heard_s = self._monotonic()
             self._on_counts(report)
             if report.answers:
                 self.gauges = gauge_values(report.gauges)

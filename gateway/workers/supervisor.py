@@ -35,6 +35,7 @@ from importlib.metadata import version
 from gateway.addresses import AddressError, parse_listen
 from gateway.admin.listener import cannot_listen, listen_admin, url_of
 from gateway.app import Role, open_queue
+from gateway.control.presence import BEAT_S, LEADER_VALID_S
 from gateway.ingress.server import BACKLOG
 from gateway.logs import Log
 from gateway.queue.base import Queue, QueueUnavailable, Session
@@ -42,12 +43,12 @@ from gateway.queue.embedded import EmbeddedValkey
 from gateway.settings import Settings
 from gateway.settings_file import SettingsError, describe
 from gateway.stop_signals import finished_before, stop_signals
-from gateway.telemetry import BUILD_INFO, WORKER_RESTARTS, WORKER_UP, Telemetry
+from gateway.telemetry import BUILD_INFO, LEADER, WORKER_RESTARTS, WORKER_UP, Telemetry
 from gateway.workers.accepting import listening_sockets, new_board
 from gateway.workers.channel import Report, Start
 from gateway.workers.child import Child
 from gateway.workers.crew import DIED, LEFT, RELOAD, Crew, CrewTimes
-from gateway.workers.merge import Measured, add_counts, merge_gauges
+from gateway.workers.merge import GaugeValues, Measured, add_counts, merge_gauges
 from policies.yaml_source import DocumentError
 
 COMMAND = (sys.executable, "-m", "gateway.workers.worker")
@@ -57,6 +58,9 @@ TELL_S = 0.3
 SETTLE_WITHIN_S = 5.0
 """After that the session of a process has run out by itself."""
 SETTLE_AGAIN_S = 0.2
+BELIEVED_S = LEADER_VALID_S - BEAT_S
+"""A process that has told nothing for so long may have been replaced as the leader: its last renewal is at most a beat
+older than its last word."""
 
 
 class Supervisor:
@@ -251,7 +255,7 @@ class Supervisor:
 
     def _refresh(self, telemetry: Telemetry) -> None:
         merge_gauges(
-            telemetry, [Measured(child.gauges, decides=child.name == DECIDER) for child in self._crew.children]
+            telemetry, [Measured(_gauges(child), decides=child.name == DECIDER) for child in self._crew.children]
         )
         telemetry.set(BUILD_INFO, 1, self._version)
         for place in self._crew.places[1:]:
@@ -275,7 +279,7 @@ class Supervisor:
         """See `gateway.admin.api.Administered`: what the decider tells, and every worker."""
         decider = self._crew.places[0].child
         return {
-            **({} if decider is None else decider.report.status),
+            **({} if decider is None else _status(decider)),
             "public_url": self.public_url,
             "decider": None if decider is None else _process_status(decider),
             "workers": [_process_status(child) for child in sorted(self._workers(), key=lambda child: child.name)],
@@ -306,6 +310,23 @@ _OURS = ("listen", "admin_listen", "redis_url", "state_dir", "workers")
 def _answers(child: Child | None) -> bool:
     """It serves, and is not late with an answer."""
     return child is not None and child.up.is_set() and not child.ended.is_set() and child.silent_for_s() < TELL_S * 0.9
+
+
+def _believed(child: Child) -> bool:
+    """What it said last of leading is still to be believed: it reports twice a second, frozen or lost it does not."""
+    return child.unheard_s < BELIEVED_S
+
+
+def _gauges(child: Child) -> GaugeValues:
+    gauges = child.gauges
+    if _believed(child) or LEADER.name not in gauges:
+        return gauges
+    return {**gauges, LEADER.name: dict.fromkeys(gauges[LEADER.name], 0.0)}
+
+
+def _status(decider: Child) -> Mapping[str, object]:
+    status = decider.report.status
+    return status if _believed(decider) else {**status, "leads": False}
 
 
 def _process_status(child: Child) -> dict[str, object]:
