@@ -44,6 +44,10 @@ class GatewayProcess:
         return self.process.pid
 
     @property
+    def ended(self) -> bool:
+        return self.process is not None and self.process.returncode is not None
+
+    @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 

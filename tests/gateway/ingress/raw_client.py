@@ -61,6 +61,11 @@ class RawClient:
     async def __aexit__(self, *_: object) -> None:
         self._socket.close()
 
+    @property
+    def local_port(self) -> int:
+        """Our end's port, which tells this connection from all others to the same server."""
+        return int(self._socket.getsockname()[1])
+
     def reset(self) -> None:
         """Close with RST."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -106,6 +111,13 @@ class RawClient:
         fields = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
         return Answer(int(status), version, fields, interim=interim)
 
+    async def read_chunk(self) -> bytes:
+        """The next chunk of a chunked body; b"" at its proper end. Raises EOFError when the connection ends before."""
+        size = int(await self._until(b"\r\n"), 16)
+        chunk = await self._exactly(size)
+        assert await self._exactly(2) == b"\r\n"
+        return chunk
+
     async def ask(self, data: bytes, method: str = "POST") -> Answer:
         await self.send(data)
         return await self.answer(method)
@@ -115,10 +127,8 @@ class RawClient:
             if method == "HEAD" or answer.status in {204, 304}:
                 pass
             elif answer.one("transfer-encoding") == "chunked":
-                while size := int(await self._until(b"\r\n"), 16):
-                    answer.body += await self._exactly(size)
-                    assert await self._exactly(2) == b"\r\n"
-                assert await self._exactly(2) == b"\r\n"
+                while chunk := await self.read_chunk():
+                    answer.body += chunk
             elif answer.one("content-length"):
                 answer.body = await self._exactly(int(answer.one("content-length")))
             else:

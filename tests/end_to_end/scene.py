@@ -1,0 +1,65 @@
+"""A pool of gateways under load and under watch, while a test harms some of it.
+
+Whatever the harm, the engines' own counts never exceed the windows, no two gateways say at once that they lead, and
+interactive work is in time again soon: that is looked at here, once for all tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tests.end_to_end.traffic import Told, Traffic, traffic
+from tests.end_to_end.two_gateways import BULK_PLACES, OBJECTIVE_S, PLACES, Pool, holders
+from tests.end_to_end.watches import LeaderWatch, WindowWatch, watched
+
+BACK_S = 3.0
+LOOKED_AT_S = 2.5
+
+
+@dataclass
+class Scene:
+    """See the module header. leader, other: the gateways' parts when the scene began."""
+
+    pool: Pool
+    leader: str
+    other: str
+    streams: Traffic
+    windows: WindowWatch
+    leaders: LeaderWatch
+    late: list[Told] = field(default_factory=list)
+
+    async def kill(self, name: str, *victims: int) -> set[int]:
+        """kill -9 processes of a gateway at one instant; the client's ports of the connections that die with them."""
+        for pid in victims:
+            os.kill(pid, signal.SIGSTOP)
+        dying = set(holders(self.pool.gateways[name].port, victims))
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        return dying
+
+    async def attained(self, harmed_s: float, *names: str) -> None:
+        """Watch interactive streams until enough were started more than BACK_S after the harm: all are in time."""
+        await asyncio.sleep(harmed_s + BACK_S + LOOKED_AT_S - time.monotonic())
+        self.late += self.streams.late(harmed_s + BACK_S, OBJECTIVE_S, *names)
+
+
+@asynccontextmanager
+async def loaded(pool: Pool) -> AsyncIterator[Scene]:
+    """Load on both gateways until the block ends; checks what holds in every scene when all streams have ended."""
+    leader, other = await pool.roles()
+    ports = {name: gateway.port for name, gateway in pool.gateways.items()}
+    async with watched(pool.engines, pool.gateways) as (windows, leaders):
+        async with traffic(ports, pool.engines[0].port) as streams:
+            streams.steady(interactive_per_s=8, bulk=8)
+            await streams.flows(leader, other)
+            scene = Scene(pool, leader, other, streams, windows, leaders)
+            yield scene
+    assert BULK_PLACES < windows.most <= PLACES
+    assert leaders.at_once() == []
+    assert scene.late == []
