@@ -72,6 +72,8 @@ def test_everything_beside_the_code_is_inside(wheel: Path) -> None:
         r"policies/presets/balanced\.yaml",
         r"gateway/demo/data/azure_conv_10min\.csv",
         r"backends/simulated/profiles/\w+\.json",
+        r"gateway/bench/data/cells\.json",
+        r"gateway/bench/data/traces/[\w-]+\.csv",
     ):
         assert any(re.fullmatch(pattern, name) for name in inside), pattern
 
@@ -92,10 +94,12 @@ def test_what_the_code_reads_beside_itself_is_found_from_the_wheel(installed: Pa
 import gateway.queue, pathlib
 from backends.simulated.profiles import PROFILES_DIR, load_profile
 from backends.simulated.tokenizer import shipped_tokenizer
+from gateway.bench.cells import load_cells, shipped_data
 from gateway.demo.workload import conversation, summarisation
 from gateway.queue.lua import load as load_script
 from policies import presets
 next(conversation()), next(summarisation()), shipped_tokenizer()
+for cell in load_cells(shipped_data()): cell.workload(1)
 for name in presets.PRESETS: presets.load(name)
 for path in PROFILES_DIR.glob("*.json"): load_profile(path.stem)
 for path in (pathlib.Path(gateway.queue.__path__[0]) / "scripts").glob("*.lua"): load_script(path.stem)
