@@ -87,24 +87,22 @@ def check_name(name: str) -> str:
     return name
 
 
-def normalise_url(text: str) -> str:
-    """The one form of an engine's base URL. Raises AddressError."""
+def normalise_url(text: str, *, what: str = "engine url") -> str:
+    """The one form of an engine's base URL. what: how messages call it. Raises AddressError."""
     try:
         parts = urlsplit(text.strip())
         port = parts.port
     except ValueError:
-        raise AddressError(
-            f"engine url {_shown(text)!r}: expected http://HOST:PORT with a port of 1 to 65535"
-        ) from None
+        raise AddressError(f"{what} {_shown(text)!r}: expected http://HOST:PORT with a port of 1 to 65535") from None
     if parts.scheme not in {"http", "https"} or not parts.hostname or re.search(r"[\s\x00-\x1f]", text.strip()):
-        raise AddressError(f"engine url {_shown(text)!r}: expected http://HOST:PORT or https://HOST:PORT")
+        raise AddressError(f"{what} {_shown(text)!r}: expected http://HOST:PORT or https://HOST:PORT")
     if parts.username is not None or parts.password is not None:
         raise AddressError(
-            f"engine url {_shown(text)!r}: must not hold credentials; give the engine's key as api_key, api_key_env or"
+            f"{what} {_shown(text)!r}: must not hold credentials; give the engine's key as api_key, api_key_env or"
             " HEADRACE_ENGINE_API_KEY"
         )
     if parts.query or parts.fragment or "?" in text or "#" in text:
-        raise AddressError(f"engine url {_shown(text)!r}: must not hold a query or a fragment; remove it")
+        raise AddressError(f"{what} {_shown(text)!r}: must not hold a query or a fragment; remove it")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     path = re.sub(r"/+", "/", parts.path).rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{path}"

@@ -24,10 +24,15 @@ from typing import Self
 from backends.base import Backend, EngineAddress
 from backends.connection import EnginePool
 from backends.detect import detect, make_backend
+from backends.gpu.base import GpuSource
+from backends.gpu.dcgm import DcgmSource
+from backends.gpu.nvml import NvmlSource, NvmlThread
+from backends.gpu.plain import gpu_to_plain
 from gateway.addresses import parse_listen
 from gateway.admin.listener import bound, listen_admin, url_of
 from gateway.clock import PoolClock
 from gateway.control.catalogue import Catalogue
+from gateway.control.gpu_watch import GpuWatch, gpu_source_kind
 from gateway.control.policy_store import PolicyStore
 from gateway.control.poller import Poller
 from gateway.control.roster import Engine, Roster
@@ -46,6 +51,7 @@ from gateway.settings import Settings
 from gateway.telemetry import (
     BODIES_HELD,
     CONNECTIONS,
+    GPU_ENERGY,
     LEADER,
     LOOP_LAG,
     REDIS_LATENCY,
@@ -190,6 +196,21 @@ class Gateway:
             active=lambda: self.presence.leads,
             on_heard=self._heard,
         )
+        self.nvml = NvmlThread(self._clock.now_s)
+        stack.callback(self.nvml.close)
+        self.gpu_watch = GpuWatch(
+            [
+                (engine, source)
+                for engine in self.roster
+                if self._role is not Role.WORKER and (source := self._open_gpu(engine)) is not None
+            ],
+            clock=self._clock,
+            rng=self._rng,
+            active=lambda: self.presence.leads,
+            on_energy=self._used_energy,
+            log=self._log,
+        )
+        stack.push_async_callback(self.gpu_watch.close)
         self.ingress = Ingress(
             settings,
             self.service,
@@ -215,6 +236,7 @@ class Gateway:
         runs["loop lag"] = self._watch_lag
         if self._role is not Role.WORKER:
             runs["poller"] = self.poller.run
+            runs["gpu watch"] = self.gpu_watch.run
         if self._role is not Role.DECIDER:
             runs["watchdog"] = self.watchdog.run
         if keys is not None:
@@ -292,6 +314,21 @@ class Gateway:
         settings = engine.settings
         return EngineAddress(settings.name, settings.url, settings.api_key, connect_s=self.settings.timeouts.connect_s)
 
+    def _open_gpu(self, engine: Engine) -> GpuSource | None:
+        """Where the engine's GPUs are read; None for nowhere."""
+        gpu = engine.settings.gpu
+        kind = gpu_source_kind(engine.settings)
+        if kind == "nvml":
+            return NvmlSource(self.nvml, gpu.devices)
+        if kind == "dcgm" and gpu.url is not None:
+            pool = EnginePool(EngineAddress(f"{engine.name} gpu", gpu.url, connect_s=self.settings.timeouts.connect_s))
+            return DcgmSource(pool, gpu.devices, where=gpu.url, monotonic=self._clock.now_s)
+        return None
+
+    def _used_energy(self, engine: str, busy_j: float, idle_j: float) -> None:
+        self.telemetry.add(GPU_ENERGY, busy_j, engine, "busy")
+        self.telemetry.add(GPU_ENERGY, idle_j, engine, "idle")
+
     async def _close_backends(self) -> None:
         for engine in self.roster:
             if engine.backend is not None:
@@ -319,6 +356,7 @@ class Gateway:
             windows = {name: self.sizing.window(view, name) for name in self.store.current.classes}
             seen = engine.sample.values
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
+            telemetry.gpu(engine.name, engine.gpu, idle_power_w=self.gpu_watch.idle_power_w(engine))
         depths = {name: self.dispatcher.depth(name) for name in self.store.current.classes}
         telemetry.queue(depths)
         policy = self.store.current
@@ -372,6 +410,7 @@ class Gateway:
             "kv_used_fraction": view.kv_used_fraction.value,
             "running": view.running.value,
             "waiting": view.waiting.value,
+            "gpu": gpu_to_plain(engine.gpu, now_s),
         }
 
     def policy(self) -> Mapping[str, object]:

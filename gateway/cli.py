@@ -20,7 +20,7 @@ from gateway.addresses import AddressError
 from gateway.settings_file import SettingsError
 from policies.yaml_source import DocumentError
 
-COMMANDS = ("serve", "demo", "policy", "simulate", "replay", "bench", "key")
+COMMANDS = ("serve", "demo", "policy", "simulate", "replay", "bench", "gpu-exporter", "key")
 USAGE = 2
 INTERRUPTED = 130
 
@@ -52,7 +52,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"headrace {version('headrace')}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS:
-        module = importlib.import_module(f"gateway.commands.{name}")
+        module = importlib.import_module(f"gateway.commands.{name.replace('-', '_')}")
         module.add_parser(subparsers)
         subparsers.choices[name].set_defaults(run=module.run)
     return parser

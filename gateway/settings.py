@@ -14,6 +14,21 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
+class GpuSettings:
+    """Where an engine's GPUs are read.
+
+    source    "nvml" (this host), "dcgm" (an exporter at url), "none"; "auto": dcgm with a url, else nvml for an engine
+              on a loopback address, else none
+    devices   the engine's own: indices, GPU-<uuid> or MIG-<uuid>; None for all that can be seen
+    url       of a DCGM exporter or `headrace gpu-exporter`, without /metrics
+    """
+
+    source: str = "auto"
+    devices: tuple[str, ...] | None = None
+    url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """One engine. kind is "auto" (probe it) or an adapter's name; pool names the pool that decides for it."""
 
@@ -22,6 +37,7 @@ class EngineSettings:
     kind: str = "auto"
     api_key: str | None = field(default=None, repr=False)
     pool: str = "default"
+    gpu: GpuSettings = GpuSettings()
 
 
 @dataclass(frozen=True, slots=True)

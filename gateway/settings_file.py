@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, create_model
 
+from backends.gpu.devices import check_device
 from gateway.addresses import (
     ENGINE_KINDS,
     AddressError,
@@ -30,7 +31,7 @@ from gateway.addresses import (
 )
 from gateway.logs import FORMATS, LEVELS
 from gateway.queue.store_url import StoreUrlError, parse_store_url, shown
-from gateway.settings import EngineSettings, Limits, Settings, Timeouts
+from gateway.settings import EngineSettings, GpuSettings, Limits, Settings, Timeouts
 from policies.yaml_source import Finding, load
 
 WORKERS_MAX = 256
@@ -100,7 +101,7 @@ def read_file(path: Path, environ: Mapping[str, str]) -> Settings:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise SettingsError(f"settings file {path}: cannot be read ({reason}); give --config a readable file") from None
-    document = load(text, SettingsDocument, str(path), check=lambda found: _missing_keys(found, environ))
+    document = load(text, SettingsDocument, str(path), check=lambda found: _findings(found, environ))
     values = {name: getattr(document, name) for name in document.model_fields_set}
     for name in ("policy_file", "keys_file", "state_dir"):
         if values.get(name) is not None:
@@ -190,14 +191,21 @@ def _engine(entry: EngineEntry, environ: Mapping[str, str]) -> EngineSettings:
     api_key = entry.api_key.get_secret_value() if entry.api_key is not None else None
     if entry.api_key_env is not None:
         api_key = environ[entry.api_key_env]
-    return engine_at(entry.url, name=entry.name, kind=entry.kind, api_key=api_key, pool=entry.pool)
+    engine = engine_at(entry.url, name=entry.name, kind=entry.kind, api_key=api_key, pool=entry.pool)
+    devices = None if entry.gpu.devices is None else tuple(map(str, entry.gpu.devices))
+    return dataclasses.replace(engine, gpu=GpuSettings(entry.gpu.source, devices, entry.gpu.url))
 
 
-def _missing_keys(document: SettingsDocument, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _findings(document: SettingsDocument, environ: Mapping[str, str]) -> Iterator[Finding]:
     for index, entry in enumerate(document.engines):
         name = entry.api_key_env
         if name is not None and not environ.get(name):
             yield ("engines", index, "api_key_env"), name, "that environment variable is empty; set it before the start"
+        gpu = entry.gpu
+        if gpu.source == "dcgm" and gpu.url is None:
+            yield ("engines", index, "gpu", "source"), "dcgm", "needs the exporter's url, e.g. http://HOST:9400"
+        if gpu.source in {"nvml", "none"} and gpu.url is not None:
+            yield ("engines", index, "gpu", "url"), "given", "is only for source dcgm; remove it or set source: dcgm"
 
 
 # The file's schema. Fields of the frozen settings that an operator writes as plain numbers are taken over by name, so
@@ -207,11 +215,16 @@ def _missing_keys(document: SettingsDocument, environ: Mapping[str, str]) -> Ite
 ListenText = Annotated[str, AfterValidator(lambda text: str(parse_listen(text)))]
 EngineUrl = Annotated[str, AfterValidator(normalise_url), Field(repr=False)]
 EngineName = Annotated[str, AfterValidator(check_name)]
+Device = Annotated[int | str, AfterValidator(lambda device: check_device(str(device)))]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0)]
 Workers = Annotated[int, Field(ge=0, le=WORKERS_MAX), BeforeValidator(lambda given: 0 if given == "auto" else given)]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+def _exporter_url(text: str) -> str:
+    return normalise_url(text.strip().rstrip("/").removesuffix("/metrics"), what="gpu url")
 
 
 def _section(name: str, settings: type[Timeouts | Limits]) -> type[BaseModel]:
@@ -220,6 +233,16 @@ def _section(name: str, settings: type[Timeouts | Limits]) -> type[BaseModel]:
         for field in dataclasses.fields(settings)
     }
     return create_model(name, __config__=_STRICT, **fields)
+
+
+class GpuEntry(BaseModel):
+    """Where one engine's GPUs are read."""
+
+    model_config = _STRICT
+
+    source: Literal["auto", "nvml", "dcgm", "none"] = "auto"
+    devices: Annotated[list[Device], Field(min_length=1)] | None = None
+    url: Annotated[str, AfterValidator(_exporter_url)] | None = None
 
 
 class EngineEntry(BaseModel):
@@ -233,6 +256,7 @@ class EngineEntry(BaseModel):
     api_key: SecretStr | None = None
     api_key_env: str | None = None
     pool: str = "default"
+    gpu: GpuEntry = GpuEntry()
 
 
 TimeoutsSection = _section("TimeoutsSection", Timeouts)

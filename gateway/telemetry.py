@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from backends.gpu.base import GpuField, GpuSample
+from backends.gpu.throttle import decode
 from gateway.series import OTHER, Counter, Gauge, Histogram, Instrument, Kind, Merge, Registry, Spread, Tally
 from policies.sizing import Window
 from policies.vocabulary import Decision, EngineState, EngineView, Outcome, Reading, Result
@@ -45,6 +47,9 @@ def _gauge(name: str, unit: str, text: str, *labels: str, merge: Merge = Merge.D
 def _histogram(name: str, buckets: tuple[float, ...], text: str, *labels: str) -> Instrument:
     return Instrument(name, Kind.HISTOGRAM, text, labels, "seconds", buckets)
 
+
+_CARD = ("engine", "gpu", "partition")
+"""Labels of one card: its UUID (or index), and for a MIG slice its profile."""
 
 REQUESTS = _counter(
     "headrace_requests_total", "", "Works settled, each exactly once.", "class", "model", "tenant", "result", "status"
@@ -129,6 +134,44 @@ ENGINE_WAITING = _gauge("headrace_engine_waiting", "", "Requests in the engine's
 ENGINE_SAMPLE_AGE = _gauge(
     "headrace_engine_sample_age_seconds", "seconds", "Age of the newest sample; absent: none yet.", "engine"
 )
+GPU_UP = _gauge(
+    "headrace_gpu_telemetry_up",
+    "",
+    "1 while some GPU of the engine tells something; absent without a source.",
+    "engine",
+)
+GPU_MEMORY_TOTAL = _gauge("headrace_gpu_memory_total_bytes", "bytes", "Memory of a GPU or MIG slice.", *_CARD)
+GPU_MEMORY_USED = _gauge("headrace_gpu_memory_used_bytes", "bytes", "Memory in use; absent: unknown.", *_CARD)
+GPU_MEMORY_FREE = _gauge("headrace_gpu_memory_free_bytes", "bytes", "Memory free; absent: unknown.", *_CARD)
+GPU_MEMORY_RESERVED = _gauge(
+    "headrace_gpu_memory_reserved_bytes", "bytes", "Memory the driver keeps, where it is told apart.", *_CARD
+)
+GPU_BUSY = _gauge(
+    "headrace_gpu_utilisation_ratio", "ratio", "Time in which some kernel ran; near 1 on any busy engine.", *_CARD
+)
+GPU_TEMPERATURE = _gauge("headrace_gpu_temperature_celsius", "celsius", "Temperature of the die.", *_CARD)
+GPU_SLOWDOWN = _gauge(
+    "headrace_gpu_temperature_limit_celsius", "celsius", "Temperature at which the GPU slows down.", *_CARD
+)
+GPU_MARGIN = _gauge(
+    "headrace_gpu_temperature_margin_celsius", "celsius", "Degrees left until the GPU slows down.", *_CARD
+)
+GPU_POWER = _gauge("headrace_gpu_power_watts", "watts", "Power drawn; absent: unknown.", *_CARD)
+GPU_POWER_LIMIT = _gauge("headrace_gpu_power_limit_watts", "watts", "Power limit in force.", *_CARD)
+GPU_CLOCK_REASON = _gauge(
+    "headrace_gpu_clock_reason", "", "1 for each reason for which clocks are held down now.", *_CARD, "reason"
+)
+GPU_FINDING = _gauge("headrace_gpu_finding", "", "1 for what is wrong with the engine's GPUs.", "engine", "finding")
+GPU_ENERGY = _counter(
+    "headrace_gpu_energy_joules_total",
+    "joules",
+    "Energy of the engine's GPUs while it had work (busy) and while it had none (idle).",
+    "engine",
+    "activity",
+)
+GPU_IDLE_POWER = _gauge(
+    "headrace_gpu_idle_power_watts", "watts", "Mean power of the engine's GPUs while it had no work.", "engine"
+)
 CONNECTIONS = _gauge("headrace_client_connections", "", "Open client connections.", merge=Merge.SUM)
 BODIES_HELD = _gauge("headrace_bodies_held_bytes", "bytes", "Request bodies held in memory.", merge=Merge.SUM)
 REDIS_UP = _gauge("headrace_redis_up", "", "1 while Redis answers and takes writes.", merge=Merge.MIN)
@@ -183,6 +226,21 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     ENGINE_RUNNING,
     ENGINE_WAITING,
     ENGINE_SAMPLE_AGE,
+    GPU_UP,
+    GPU_MEMORY_TOTAL,
+    GPU_MEMORY_USED,
+    GPU_MEMORY_FREE,
+    GPU_MEMORY_RESERVED,
+    GPU_BUSY,
+    GPU_TEMPERATURE,
+    GPU_SLOWDOWN,
+    GPU_MARGIN,
+    GPU_POWER,
+    GPU_POWER_LIMIT,
+    GPU_CLOCK_REASON,
+    GPU_FINDING,
+    GPU_ENERGY,
+    GPU_IDLE_POWER,
     CONNECTIONS,
     BODIES_HELD,
     REDIS_UP,
@@ -280,6 +338,20 @@ class Telemetry:
         for class_name, window in windows.items():
             self.set(WINDOW, window.requests, name, class_name)
             self.set(WINDOW_TOKENS, window.tokens, name, class_name)
+
+    def gpu(self, name: str, sample: GpuSample, *, idle_power_w: float | None) -> None:
+        """Replace everything told of one engine's GPUs; a source that is "none" tells nothing."""
+        for row in (*_GPU_FIELDS.values(), GPU_CLOCK_REASON, GPU_FINDING):
+            self._gauges[row].drop(name)
+        self.set(GPU_UP, None if sample.source == "none" else int(sample.up), name)
+        self.set(GPU_IDLE_POWER, idle_power_w, name)
+        for card in sample.cards:
+            for one, row in _GPU_FIELDS.items():
+                self.set(row, card.value(one), name, card.id, card.partition)
+            for reason in decode(int(card.value(GpuField.CLOCK_REASONS) or 0)):
+                self.set(GPU_CLOCK_REASON, 1, name, card.id, card.partition, reason)
+        for finding in sample.findings:
+            self.set(GPU_FINDING, 1, name, finding.name)
 
     def engine_gone(self, name: str) -> None:
         """Take away the gauges of an engine that is no longer configured; its counters stay, as counters must."""
@@ -397,6 +469,20 @@ class _Settled:
     queue_wait: Spread
     ttft: Spread
     tpot: Spread
+
+
+_GPU_FIELDS: Final[Mapping[GpuField, Instrument]] = {
+    GpuField.MEMORY_TOTAL_BYTES: GPU_MEMORY_TOTAL,
+    GpuField.MEMORY_USED_BYTES: GPU_MEMORY_USED,
+    GpuField.MEMORY_FREE_BYTES: GPU_MEMORY_FREE,
+    GpuField.MEMORY_RESERVED_BYTES: GPU_MEMORY_RESERVED,
+    GpuField.BUSY_FRACTION: GPU_BUSY,
+    GpuField.TEMPERATURE_C: GPU_TEMPERATURE,
+    GpuField.SLOWDOWN_C: GPU_SLOWDOWN,
+    GpuField.HEAT_MARGIN_C: GPU_MARGIN,
+    GpuField.POWER_W: GPU_POWER,
+    GpuField.POWER_LIMIT_W: GPU_POWER_LIMIT,
+}
 
 
 def _known(reading: Reading) -> float | None:

@@ -117,6 +117,10 @@ class EngineView:
     start_time_s     of the engine's process, on a clock of its own: only a change of it means something
     gpu_busy_fraction, gpu_power_fraction   of the time, and of the power limit, of the busiest and hungriest GPU
     gpu_heat_margin_c                       degrees that the hottest GPU is below the temperature at which it slows down
+    gpu_memory_free_fraction                of the GPU with the least; gpu_memory_free_bytes: n times that GPU's
+    gpu_power_w, gpu_temperature_c          summed over the engine's GPUs, and of the hottest
+    gpu_throttled                           1 while some GPU holds its clocks down for heat or power, else 0
+    gpu_energy_j_total                      used since the pool's leader began to measure; falls when another leads
     speaks           whether the engine serves a path natively; an engine gets only works whose path it speaks
     """
 
@@ -141,6 +145,12 @@ class EngineView:
     gpu_busy_fraction: Reading = UNKNOWN
     gpu_power_fraction: Reading = UNKNOWN
     gpu_heat_margin_c: Reading = UNKNOWN
+    gpu_memory_free_fraction: Reading = UNKNOWN
+    gpu_memory_free_bytes: Reading = UNKNOWN
+    gpu_power_w: Reading = UNKNOWN
+    gpu_temperature_c: Reading = UNKNOWN
+    gpu_throttled: Reading = UNKNOWN
+    gpu_energy_j_total: Reading = UNKNOWN
     speaks: Callable[[str], bool] = field(default=_any_path, compare=False, repr=False)
 
     @property

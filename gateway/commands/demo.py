@@ -24,7 +24,7 @@ from gateway.demo.engines import EngineDidNotStart, engine_process, real, simula
 from gateway.demo.ports import free_port
 from gateway.demo.show import Show, Stage
 from gateway.logs import Log, Logs
-from gateway.settings import EngineSettings, Settings, Timeouts
+from gateway.settings import EngineSettings, GpuSettings, Settings, Timeouts
 from gateway.settings_file import SettingsError
 from gateway.stop_signals import stop_signals
 
@@ -98,7 +98,7 @@ async def _engines(folder: Path, *, with_real: bool) -> AsyncIterator[tuple[Engi
         for name, profile in PROFILES.items():
             command = simulated(model=MODEL, profile=profile)
             url = await stack.enter_async_context(engine_process(name, command, folder))
-            started.append(EngineSettings(name, url, "vllm"))
+            started.append(EngineSettings(name, url, "vllm", gpu=GpuSettings("none")))
         if with_real:
             url = await stack.enter_async_context(engine_process("real", real(model=REAL_MODEL), folder))
             started.append(EngineSettings("real", url, "llamacpp"))

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from backends.base import Backend, Measured, ModelCard, Sample, Signal
+from backends.gpu.plain import gpu_from_plain, gpu_to_plain
 from gateway.clock import Clock
 from gateway.control.presence import Presence
 from gateway.control.roster import Engine, Roster
@@ -161,6 +162,7 @@ class Herald:
             if name in _SIGNALS
         }
         engine.sample = Sample(now_s - float(told["sample_age_s"] or 0.0), values)
+        engine.gpu = gpu_from_plain(told.get("gpu"), now_s)
 
 
 def _told(engine: Engine, now_s: float) -> dict[str, object]:
@@ -175,6 +177,7 @@ def _told(engine: Engine, now_s: float) -> dict[str, object]:
         "cards": [{"id": card.id, "raw": card.raw, "max_model_len": card.max_model_len} for card in engine.cards],
         "sample": {signal.value: [measured.value, measured.source] for signal, measured in sample.values.items()},
         "sample_age_s": now_s - sample.taken_s if sample.values else None,
+        "gpu": gpu_to_plain(engine.gpu, now_s),
     }
 
 

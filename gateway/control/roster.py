@@ -14,12 +14,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from backends.base import UNSEEN, Backend, ModelCard, Probe, Sample, Signal
+from backends.base import UNSEEN, Backend, Measured, ModelCard, Probe, Sample, Signal
+from backends.gpu.base import GPU_UNSEEN, GpuSample
 from gateway.dispatch.ledger import EngineLedger
 from gateway.settings import EngineSettings
 from policies.vocabulary import UNKNOWN, EngineState, EngineView, Quality, Reading
 
 STALE_AFTER_POLLS = 3
+GPU_POLL_S = 1.0
+"""A GPU is read less often than an engine: it changes more slowly, and some drivers take tens of milliseconds."""
 FAILED_PROBES_TO_DOWN = 2
 
 
@@ -37,6 +40,7 @@ class Engine:
     cards: tuple[ModelCard, ...] = ()
     models: frozenset[str] = frozenset()
     sample: Sample = UNSEEN
+    gpu: GpuSample = GPU_UNSEEN
     failed_probes: int = 0
     draining: bool = False
     last_success_s: float = -math.inf
@@ -87,7 +91,7 @@ class Engine:
 
         now_s is monotonic. Ages are as of the last rebuild, which the control tick forces.
         """
-        key = (self.ledger.version, self.sample.taken_s, self.state, self.models)
+        key = (self.ledger.version, self.sample.taken_s, self.gpu.taken_s, self.state, self.models)
         if self._view is None or key != self._view_key:
             self._view = self._build_view(now_s)
             self._view_key = key
@@ -114,21 +118,27 @@ class Engine:
             prompt_tokens_total=self._reading(Signal.PROMPT_TOKENS_TOTAL, now_s),
             generation_tokens_total=self._reading(Signal.GENERATION_TOKENS_TOTAL, now_s),
             start_time_s=self._reading(Signal.START_TIME_S, now_s),
-            gpu_busy_fraction=self._reading(Signal.GPU_BUSY_FRACTION, now_s),
-            gpu_power_fraction=self._reading(Signal.GPU_POWER_FRACTION, now_s),
-            gpu_heat_margin_c=self._reading(Signal.GPU_HEAT_MARGIN_C, now_s),
+            gpu_busy_fraction=self._gpu_reading(Signal.GPU_BUSY_FRACTION, now_s),
+            gpu_power_fraction=self._gpu_reading(Signal.GPU_POWER_FRACTION, now_s),
+            gpu_heat_margin_c=self._gpu_reading(Signal.GPU_HEAT_MARGIN_C, now_s),
+            gpu_memory_free_fraction=self._gpu_reading(Signal.GPU_MEMORY_FREE_FRACTION, now_s),
+            gpu_memory_free_bytes=self._gpu_reading(Signal.GPU_MEMORY_FREE_BYTES, now_s),
+            gpu_power_w=self._gpu_reading(Signal.GPU_POWER_W, now_s),
+            gpu_temperature_c=self._gpu_reading(Signal.GPU_TEMPERATURE_C, now_s),
+            gpu_throttled=self._gpu_reading(Signal.GPU_THROTTLED, now_s),
+            gpu_energy_j_total=self._gpu_reading(Signal.GPU_ENERGY_J_TOTAL, now_s),
             speaks=_nothing if self.backend is None else self.backend.speaks,
         )
 
     def _reading(self, signal: Signal, now_s: float) -> Reading:
-        measured = self.sample.values.get(signal)
+        return _read(self.sample.values.get(signal), now_s - self.sample.taken_s, self.poll_s)
+
+    def _gpu_reading(self, signal: Signal, now_s: float) -> Reading:
+        """From the GPU's own telemetry, else from an engine that tells of its GPU itself."""
+        measured = self.gpu.values.get(signal)
         if measured is None:
-            return UNKNOWN
-        age_s = now_s - self.sample.taken_s
-        if measured.value is None:
-            return Reading(None, age_s, Quality.ABSURD)
-        fresh = age_s <= STALE_AFTER_POLLS * self.poll_s
-        return Reading(measured.value, age_s, Quality.FRESH if fresh else Quality.STALE)
+            return self._reading(signal, now_s)
+        return _read(measured, now_s - self.gpu.taken_s, GPU_POLL_S)
 
     def _max_model_len(self) -> Reading:
         lengths = [card.max_model_len for card in self.cards if card.max_model_len is not None]
@@ -180,6 +190,15 @@ class Roster:
 
     def any_up(self) -> bool:
         return any(engine.state is EngineState.UP for engine in self._engines.values())
+
+
+def _read(measured: Measured | None, age_s: float, poll_s: float) -> Reading:
+    if measured is None:
+        return UNKNOWN
+    if measured.value is None:
+        return Reading(None, age_s, Quality.ABSURD)
+    fresh = age_s <= STALE_AFTER_POLLS * poll_s
+    return Reading(measured.value, age_s, Quality.FRESH if fresh else Quality.STALE)
 
 
 def _nothing(_path: str) -> bool:

@@ -60,7 +60,7 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_every_module_of_commands_is_a_command() -> None:
-    files = {path.stem for path in Path(commands.__path__[0]).glob("*.py")} - {"__init__"}
+    files = {path.stem.replace("_", "-") for path in Path(commands.__path__[0]).glob("*.py")} - {"--init--"}
 
     assert files == set(COMMANDS)
 

@@ -251,7 +251,7 @@ def test_every_row_of_the_table_keeps_the_naming_rules(row: Instrument) -> None:
     assert re.fullmatch(r"headrace_[a-z0-9_]+", row.name)
     assert row.name.endswith("_total") == (row.kind is Kind.COUNTER)
     assert not row.unit or stem.endswith("_" + row.unit)
-    assert row.unit in {"", "seconds", "tokens", "bytes", "ratio"}
+    assert row.unit in {"", "seconds", "tokens", "bytes", "ratio", "celsius", "watts", "joules"}
     assert row.help.endswith(".")
     assert bool(row.buckets) == (row.kind is Kind.HISTOGRAM)
     assert list(row.buckets) == sorted(set(row.buckets))
