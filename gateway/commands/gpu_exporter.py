@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import socket
 import sys
 import time
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def exporter_app(source: GpuSource, *, host: str) -> web.Application:
-    """The application. host: what the page calls this host."""
+    """The application. host: what the page calls this host; in a pod its node, as DCGM exporters do."""
     exporter = _Exporter(source, host)
     app = web.Application()
     app.router.add_get("/metrics", exporter.metrics)
@@ -97,7 +98,11 @@ async def _serve(listen: str, devices: list[str] | None) -> None:
     address = parse_listen(listen)
     thread = NvmlThread(time.monotonic)
     source = NvmlSource(thread, devices)
-    runner = web.AppRunner(exporter_app(source, host=socket.gethostname()), access_log=None, shutdown_timeout=CLOSE_S)
+    runner = web.AppRunner(
+        exporter_app(source, host=os.environ.get("NODE_NAME") or socket.gethostname()),
+        access_log=None,
+        shutdown_timeout=CLOSE_S,
+    )
     with stop_signals() as (stop, _):
         try:
             await runner.setup()
