@@ -356,7 +356,7 @@ class Gateway:
             windows = {name: self.sizing.window(view, name) for name in self.store.current.classes}
             seen = engine.sample.values
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
-            telemetry.gpu(engine.name, engine.gpu, idle_power_w=self.gpu_watch.idle_power_w(engine))
+            telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self.gpu_watch.idle_power_w(engine))
         depths = {name: self.dispatcher.depth(name) for name in self.store.current.classes}
         telemetry.queue(depths)
         policy = self.store.current
@@ -410,7 +410,7 @@ class Gateway:
             "kv_used_fraction": view.kv_used_fraction.value,
             "running": view.running.value,
             "waiting": view.waiting.value,
-            "gpu": gpu_to_plain(engine.gpu, now_s),
+            "gpu": gpu_to_plain(engine.gpu_shown(now_s), now_s),
         }
 
     def policy(self) -> Mapping[str, object]:

@@ -23,6 +23,8 @@ from policies.vocabulary import UNKNOWN, EngineState, EngineView, Quality, Readi
 STALE_AFTER_POLLS = 3
 GPU_POLL_S = 1.0
 """A GPU is read less often than an engine: it changes more slowly, and some drivers take tens of milliseconds."""
+GPU_SHOWN_S = 15.0
+"""A GPU sample is shown to people for so long: three times the leader's publishing, so that followers show it too."""
 FAILED_PROBES_TO_DOWN = 2
 
 
@@ -96,6 +98,13 @@ class Engine:
             self._view = self._build_view(now_s)
             self._view_key = key
         return self._view
+
+    def gpu_shown(self, now_s: float) -> GpuSample:
+        """The GPU sample as people may see it: without what it says once nobody has renewed it for GPU_SHOWN_S."""
+        sample = self.gpu
+        if now_s - sample.taken_s <= GPU_SHOWN_S or sample is GPU_UNSEEN:
+            return sample
+        return GpuSample(sample.taken_s, sample.source, f"not read for {now_s - sample.taken_s:.0f} s")
 
     def _build_view(self, now_s: float) -> EngineView:
         ledger = self.ledger

@@ -8,18 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import orjson
 import pytest
 
 from backends.base import Measured, Sample, Signal
 from backends.gpu.base import GPU_UNSEEN, GpuField, GpuReading, GpuSample, Unknown, reading
 from backends.gpu.combine import combined
-from backends.gpu.plain import gpu_from_plain, gpu_to_plain
 from gateway.clock import PoolClock
 from gateway.control import gpu_watch
 from gateway.control.gpu_watch import GpuWatch, gpu_source_kind
-from gateway.control.roster import GPU_POLL_S, STALE_AFTER_POLLS, Engine
+from gateway.control.herald import Herald, OpenKind, _told
+from gateway.control.presence import Presence
+from gateway.control.roster import GPU_POLL_S, GPU_SHOWN_S, STALE_AFTER_POLLS, Engine, Roster
 from gateway.dispatch.ledger import Ledger
 from gateway.logs import Log
+from gateway.queue.base import Queue
 from gateway.settings import EngineSettings, GpuSettings
 from gateway.settings_file import read_file
 from gateway.telemetry import Telemetry
@@ -224,11 +227,32 @@ async def test_only_a_leader_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.gpu is GPU_UNSEEN
 
 
-def test_a_follower_sees_what_the_leader_saw() -> None:
+def test_what_nobody_renews_is_not_shown_for_long() -> None:
+    one = engine()
+    one.gpu = sample(100.0)
+
+    shown, forgotten = one.gpu_shown(100.0 + GPU_SHOWN_S), one.gpu_shown(100.1 + GPU_SHOWN_S)
+
+    assert shown is one.gpu
+    assert (forgotten.up, forgotten.detail) == (False, "not read for 15 s")
+    assert engine().gpu_shown(1e6) is GPU_UNSEEN
+
+
+async def test_a_follower_sees_what_the_leader_saw() -> None:
     leader, follower = engine(), engine()
     leader.gpu = sample(100.0)
+    herald = Herald(
+        cast("Queue", None),
+        cast("Presence", None),
+        Roster([follower]),
+        PoolClock(lambda: 7.0, offset_s=0.0),
+        open_kind=cast("OpenKind", None),
+        learned=dict,
+        restore=lambda _learned: None,
+        on_heard=lambda _engine: None,
+    )
 
-    follower.gpu = gpu_from_plain(gpu_to_plain(leader.gpu, 100.5), 7.0)
+    await herald._adopt(follower, orjson.loads(orjson.dumps(_told(leader, 100.5))), 7.0)
 
     ours, theirs = leader.view(100.5), follower.view(7.0)
     assert theirs.gpu_power_w == ours.gpu_power_w
