@@ -13,7 +13,8 @@ Invariants
 - `reusable` is True only if the peer allows it and nothing came after the message's end.
 
 What the receiver sees of `content-length`: it is kept only where it is exact, that is, where the body is not decoded
-here and has a body to describe (for HEAD and 304 it tells what a GET would bring). Trailers are dropped.
+here and has a body to describe (for HEAD and 304 it tells what a GET would bring), without leading zeros. Trailers are
+dropped.
 
 While `paused`, a plain body still delivers what was read already (one read of the transport); a coded body stops at
 the next piece and keeps the rest compressed.
@@ -228,7 +229,9 @@ class ReplyReader:
                 continue
             if name == b"content-length":
                 measured = True
-            elif name == b"content-encoding":
+                kept.append((name, value.lstrip(b"0") or b"0"))  # thousands of zeros are no number to int()
+                continue
+            if name == b"content-encoding":
                 codings.append(value.lower())
             kept.append(field)
         self._fields.clear()

@@ -1,7 +1,8 @@
 """What the JSON payloads of all dialects have in common: tolerant decoding, token counts, aborted finishes.
 
 Engines write JSON that strict parsers refuse (NaN in logprobs, lone surrogates, broken UTF-8); a reader that gave up
-on it would miss a finish or an error. Everything here answers None or a default instead of raising.
+on it would miss a finish or an error. Everything here answers None or a default instead of raising, and gives nothing
+that cannot be written as JSON again, since a message or a code goes on to the client.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ import orjson
 ABORTED_FINISHES = frozenset({"abort", "error"})
 """Finish reasons with which engines end an answer that is none: on shutdown, on /abort_requests, on a crash."""
 
+INT_MAX_DIGITS = 19
+"""Every whole number with fewer digits has 64 bits."""
+
+COUNT_MAX = 1_000_000_000
+"""More tokens than one answer can cost: a number beyond it is a mistake, and would spoil every sum that it enters."""
+
 JsonObject = dict[str, object]
 
 
@@ -23,10 +30,17 @@ def load(data: bytes) -> object:
         value: object = orjson.loads(data)
     except ValueError:
         try:
-            value = json.loads(data.decode("utf-8", "replace"))
+            value = json.loads(data.decode("utf-8", "replace"), parse_int=_whole)
+            if b"\\u" in data:  # perhaps half of a pair, which only this detour replaces wherever it stands
+                value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
         except (ValueError, RecursionError):
             return None
     return value
+
+
+def _whole(digits: str) -> float:
+    """A whole number as orjson reads it: past 64 bits it is a float."""
+    return int(digits) if len(digits) < INT_MAX_DIGITS else float(digits)
 
 
 def load_object(data: bytes) -> JsonObject | None:
@@ -36,8 +50,8 @@ def load_object(data: bytes) -> JsonObject | None:
 
 
 def count(value: object) -> int | None:
-    """A token count, or None when the value is not a whole number >= 0."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    """A token count, or None when the value is not a whole number from 0 to COUNT_MAX."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= COUNT_MAX:
         return value
     return None
 

@@ -109,7 +109,7 @@ def _find_usage(part: str) -> tuple[int | None, int | None]:
     for found in _USAGE.finditer(part):
         try:
             usage, _ = json.JSONDecoder().raw_decode(part, found.end())
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         return usage_tokens(usage)
     return _NO_USAGE

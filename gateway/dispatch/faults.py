@@ -118,13 +118,13 @@ def engine_answered(
 ) -> Fault:
     """An answer with a status of 300 and more; `error` is `body` understood.
 
-    The body is kept as the engine wrote it where the client's dialect can read it; a 401 or 403 concerns *our*
-    credentials at the engine and a 3xx our address of it, so neither is the client's business.
+    The body is kept as the engine wrote it where the client's dialect can read it; a 401, 403 or 407 concerns *our*
+    credentials on the way to the engine and a 3xx our address of it, so neither is the client's business.
 
     retry_after_s   the engine's own hint, None for none
     headers         the engine's other fields, kept with its error (rate limits, an id of its own)
     """
-    if status < 400 or status in {401, 403}:
+    if status < 400 or status in {401, 403, 407}:
         what = "redirected us" if status < 400 else "refused the gateway's credentials"
         refusal = Refusal(
             status=502,

@@ -44,6 +44,8 @@ HELD_STREAM_BYTES = 64 * 1024
 HELD_REPLY_BYTES = 1024 * 1024
 HELD_ERROR_BYTES = 256 * 1024
 RETRY_AFTER_MAX_S = 86_400.0
+FRAMING_END_S = 2.0
+"""How long a stream that is complete waits for its framing to end, so that the engine's connection can be kept."""
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 
 
@@ -194,24 +196,15 @@ class Relay:
         if self._mode is _Mode.STREAM:
             self._end_stream()
         elif self._mode is _Mode.ERROR:
-            body = b"".join(self._held)
-            self._end(
-                engine_answered(
-                    read_error(body, self._status),
-                    self._engine,
-                    status=self._status,
-                    body=body,
-                    content_type=self._header(b"content-type").decode("latin-1"),
-                    retry_after_s=self._retry_after_s(),
-                    headers=self._kept_headers(_ERROR_OWN),
-                    dialect=self._exchange.dialect,
-                )
-            )
+            self._end_error()
         else:
             self._end_whole()
 
     def on_failure(self, failure: CallFailure) -> None:
-        self._end(call_failed(failure, self._engine))
+        if self._answered:
+            self._end_stream()
+        else:
+            self._end(call_failed(failure, self._engine))
 
     # -- Watched -------------------------------------------------------------------------------------------------
 
@@ -225,8 +218,17 @@ class Relay:
         elif not self._heard:
             if now_s - self._sent_s > timeouts.first_byte_s:
                 self._end(timed_out("first_byte_s", timeouts.first_byte_s, self._engine))
+        elif self._answered:
+            if now_s - self._last_byte_s > FRAMING_END_S:
+                self._end_stream()
         elif now_s - self._last_byte_s > timeouts.inter_token_s:
             self._end(timed_out("inter_token_s", timeouts.inter_token_s, self._engine))
+
+    @property
+    def _answered(self) -> bool:
+        """True once a stream said all that its dialect has to say: what its framing does then costs nobody anything."""
+        reader = self._reader
+        return reader is not None and reader.terminated and reader.finished and not self.done.done()
 
     # -- streams -------------------------------------------------------------------------------------------------
 
@@ -306,17 +308,33 @@ class Relay:
 
     def _hold(self, data: bytes) -> None:
         self._held_bytes += len(data)
-        if self._mode is _Mode.ERROR:
-            if self._held_bytes <= HELD_ERROR_BYTES:
-                self._held.append(data)
+        if self._mode is _Mode.ERROR and self._held_bytes > HELD_ERROR_BYTES:
+            # No error is so long: its status is all that will be told of it, so the rest need not be waited for.
+            self._held.clear()
+            self._end_error()
             return
         self._held.append(data)
-        if self._held_bytes > HELD_REPLY_BYTES:
+        if self._mode is _Mode.HOLD and self._held_bytes > HELD_REPLY_BYTES:
             self._mode = _Mode.PASS
             if self._exchange.path == "/v1/responses":
                 self._find_response_id(b"".join(self._held))
             self._first_token()
             self._flush_whole()
+
+    def _end_error(self) -> None:
+        body = b"".join(self._held)
+        self._end(
+            engine_answered(
+                read_error(body, self._status),
+                self._engine,
+                status=self._status,
+                body=body,
+                content_type=self._header(b"content-type").decode("latin-1"),
+                retry_after_s=self._retry_after_s(),
+                headers=self._kept_headers(_ERROR_OWN),
+                dialect=self._exchange.dialect,
+            )
+        )
 
     def _end_whole(self) -> None:
         if self._mode is _Mode.HOLD:

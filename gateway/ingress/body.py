@@ -75,7 +75,7 @@ class Hold:
 
 
 def check_announced(request: web.BaseRequest, hold: Hold, *, body_max_bytes: int) -> None:
-    """Refuse from the head alone what could not be taken: too long (413), no room (503), coded (415)."""
+    """Refuse from the head alone what could not be taken: too long (413), no room (503), coded (415 and 501)."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("identity", ""):
         raise Refusal(
@@ -84,7 +84,15 @@ def check_announced(request: web.BaseRequest, hold: Hold, *, body_max_bytes: int
             reason="unsupported_encoding",
             headers=(("accept-encoding", "identity"),),
         )
-    length = request.headers.get("content-length", "")
+    transfer = request.headers.get("transfer-encoding", "chunked").strip().lower()
+    if transfer != "chunked":
+        # The parser undoes the chunks and would hand us what is coded within them as if it were plain.
+        raise Refusal(
+            501,
+            "Transfer-Encoding other than chunked is not supported: send the body uncompressed",
+            reason="unsupported_encoding",
+        )
+    length = request.headers.get("content-length", "").lstrip("0")  # zeros by the thousand are no number to int()
     if length.isdigit():
         if int(length) > body_max_bytes:
             raise _too_large(body_max_bytes)

@@ -136,6 +136,8 @@ _SLASHES = re.compile(r"/{2,}")
 _ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _PATH = re.compile(r"/[A-Za-z0-9\-._~!$&'()*+,;=:@/%]*")
+# Also between escaped slashes and before a parameter: a server behind us may undo the one and cut off the other.
+_DOT_SEGMENT = re.compile(r"(?:^|/|%2F|%5C)\.\.?(?:$|/|%2F|%5C|;|%3B)")
 _QUERY_SAFE = "!$&'()*+,;=:@/?%-._~"
 _CREDENTIAL_PARAMETERS = re.compile(r"(?:(?<=^)|(?<=&))(?:api[-_]?key|key|access_token|token)=[^&]*&?", re.IGNORECASE)
 
@@ -146,7 +148,7 @@ def _normalise(path: str) -> str:
     path = _SLASHES.sub("/", path)
     if len(path) > 1:
         path = path.rstrip("/")
-    if not _PATH.fullmatch(path) or "%00" in path or "/./" in f"{path}/" or "/../" in f"{path}/":
+    if not _PATH.fullmatch(path) or "%00" in path or _DOT_SEGMENT.search(path):
         raise _no_such_path("", "it must be plain ASCII without dot segments")
     return path
 

@@ -217,6 +217,13 @@ def test_the_label_identity_is_dropped_and_the_length_kept() -> None:
     assert taker.heads == [(200, [(b"content-length", b"2")])]
 
 
+@pytest.mark.parametrize(("given", "told"), [(b"2".zfill(6000), b"2"), (b"0" * 6000, b"0")])
+def test_a_length_of_thousands_of_zeros_is_told_as_a_number(given: bytes, told: bytes) -> None:
+    taker, _ = _read(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\nhi" % given)
+
+    assert taker.heads == [(200, [(b"content-length", told)])]
+
+
 @pytest.mark.parametrize("extra", [b"", b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n"])
 @pytest.mark.parametrize("lying_body", [b"", b"hello", b"5\r\nhello\r\n0\r\n\r\n"])
 def test_a_reply_to_head_ends_at_its_head_whatever_it_says(extra: bytes, lying_body: bytes) -> None:

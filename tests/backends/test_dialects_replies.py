@@ -35,6 +35,7 @@ def chat_reply(*finishes: str, **more: object) -> dict[str, object]:
         ({"text": "hello", "usage": {"type": "duration", "seconds": 3}}, None, None),
         ({"count": 4, "tokens": [1, 2]}, None, None),
         ({"error": None, "usage": None}, None, None),
+        ({"usage": {"prompt_tokens": 2**62, "completion_tokens": 5}}, None, 5),
         ([1, 2], None, None),
         ("text", None, None),
     ],
@@ -85,6 +86,12 @@ def test_a_huge_answer_is_read_at_its_ends(*, usage_first: bool) -> None:
     body = json.dumps({**usage, **data} if usage_first else {**data, **usage}).encode()
 
     assert read_reply(body, "/v1/embeddings") == ReplyFacts(8, 0)
+
+
+def test_a_huge_answer_whose_usage_is_nonsense_says_nothing_of_it() -> None:
+    body = b'{"data":"' + b"x" * 2_000_000 + b'","usage":{"a":' + b"[" * 3_000
+
+    assert read_reply(body, "/v1/embeddings") == ReplyFacts()
 
 
 def test_a_huge_answer_that_was_aborted_is_found_and_a_quoted_one_is_not() -> None:

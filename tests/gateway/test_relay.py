@@ -9,9 +9,9 @@ import orjson
 import pytest
 
 from backends.base import CallFailure, FailureKind
-from gateway.dispatch.relay import Relay
+from gateway.dispatch.relay import FRAMING_END_S, HELD_ERROR_BYTES, Relay
 from gateway.dispatch.reply import Reply
-from gateway.errors import Dialect
+from gateway.errors import Dialect, render_body
 from gateway.exchange import Exchange, Facts
 from gateway.settings import Timeouts
 
@@ -332,10 +332,11 @@ async def test_an_error_status_is_kept_with_its_body_and_is_not_retried_when_it_
     assert end.fault.body == body
 
 
-async def test_an_engine_that_refuses_our_credentials_is_not_the_clients_401() -> None:
+@pytest.mark.parametrize("status", [401, 403, 407])
+async def test_an_engine_that_refuses_our_credentials_is_not_the_clients_401(status: int) -> None:
     bench = Bench(stream=False)
 
-    bench.play(b'{"error":"Unauthorized"}', status=401, headers=JSON)
+    bench.play(b'{"error":"Unauthorized"}', status=status, headers=JSON)
 
     end = await bench.relay.done
     assert end.fault is not None
@@ -392,6 +393,51 @@ async def test_a_gap_between_tokens_fails_by_its_own_timer() -> None:
     end = await bench.relay.done
     assert end.fault is not None
     assert end.fault.refusal.reason == "inter_token"
+
+
+async def test_a_complete_stream_whose_framing_never_ends_is_a_success_soon() -> None:
+    bench = Bench(timeouts=Timeouts(inter_token_s=30))
+    bench.play(*GOOD, end="open")
+    bench.relay.check(bench.clock.time_s + FRAMING_END_S - 0.1)
+    assert not bench.relay.done.done()
+
+    bench.relay.check(bench.clock.time_s + FRAMING_END_S + 0.1)
+
+    assert (await bench.relay.done).fault is None
+    assert (bench.client.body, bench.client.end) == (b"".join(GOOD), "finished")
+
+
+async def test_a_connection_that_breaks_after_a_complete_stream_takes_nothing_from_it() -> None:
+    bench = Bench()
+
+    bench.play(*GOOD, end="cut")
+
+    assert (await bench.relay.done).fault is None
+    assert (bench.client.body, bench.client.end) == (b"".join(GOOD), "finished")
+
+
+async def test_an_endless_error_body_is_not_waited_for() -> None:
+    bench = Bench(stream=False)
+
+    bench.play(b"x" * (HELD_ERROR_BYTES + 1), status=500, headers=JSON, end="open")
+
+    end = await bench.relay.done
+    assert end.fault is not None
+    assert (end.fault.refusal.status, end.fault.refusal.message) == (500, "engine e1 answered 500")
+    assert bench.call.log == ["abort"]
+
+
+@pytest.mark.parametrize("field", [b'"message":"\\ud800"', b'"message":NaN,"code":%b' % (b"9" * 40)])
+async def test_an_error_that_json_cannot_hold_is_told_all_the_same(field: bytes) -> None:
+    whole, streamed = Bench(stream=False), Bench()
+
+    whole.play(b'{"error":{%b}}' % field, status=400, headers=JSON)
+    streamed.play(delta("a"), b'data: {"error":{%b}}\n\n' % field)
+
+    end = await whole.relay.done
+    assert end.fault is not None
+    assert b'"error"' in render_body(end.fault.refusal, Dialect.OPENAI)
+    assert b'data: {"error":' in streamed.client.body
 
 
 async def test_comments_of_an_engine_are_no_progress() -> None:

@@ -63,6 +63,27 @@ async def test_a_chunked_request_body_is_joined(start: Start) -> None:
     assert answer.body == body
 
 
+async def test_a_length_of_thousands_of_digits_is_a_number_too(start: Start) -> None:
+    stand = await start()
+    body = chat()
+
+    async with RawClient(stand.port) as client:
+        answer = await client.ask(request("POST", CHAT, body, f"Content-Length: {len(body):06000}"))
+
+    assert (answer.status, answer.body) == (200, body)
+
+
+async def test_a_chunked_body_that_is_coded_besides_is_refused(start: Start) -> None:
+    stand = await start()
+
+    async with RawClient(stand.port) as client:
+        answer = await client.ask(
+            request("POST", CHAT, None, "Transfer-Encoding: gzip, chunked") + b"1\r\nx\r\n0\r\n\r\n"
+        )
+
+    assert (answer.status, answer.error()["code"]) == (501, "unsupported_encoding")
+
+
 async def test_broken_chunk_framing_is_a_400_at_once(start: Start) -> None:
     stand = await start()
 
