@@ -26,6 +26,7 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 DegreesFromZero = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 Tolerance = Annotated[float, Field(strict=True, ge=1, le=10, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(strict=True, gt=1, le=1000, allow_inf_nan=False)]
 Limit = Annotated[int, Field(strict=True, ge=2, le=1_000_000)]
 Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
 CountFromZero = Annotated[int, Field(strict=True, ge=0, le=10_000_000)]
@@ -43,6 +44,7 @@ class ClassPolicy:
 
     ttft_sla_s                time from accepted to first token that a client is promised; None: no objective
     ttft_sla_per_1k_tokens_s  added to it per 1,000 prompt tokens, since a long prompt cannot be fast
+    tpot_sla_s                mean gap between tokens that its answers may have; None: no objective
     max_queue                 works that may wait; the next one is shed with 429
     max_wait_s                longest wait in our queue before a work is answered 503
     max_age_s                 without an objective: works about to be older go first; None: none does
@@ -53,6 +55,7 @@ class ClassPolicy:
 
     ttft_sla_s: Seconds | None = None
     ttft_sla_per_1k_tokens_s: SecondsFromZero = 0.0
+    tpot_sla_s: Seconds | None = None
     max_queue: Count = 1000
     max_wait_s: Seconds = 120.0
     max_age_s: Seconds | None = 120.0
@@ -235,16 +238,46 @@ class RulesSizing:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLedgerSizing:
+    """KV tokens held and still to come, against what the engine has; the rest is learned.
+
+    start, most          works without TTFT objective in flight on one engine: at first, and at most
+    kv_risk              chance of running out of KV memory that one admission may take
+    reserve              part of what urgent works held at their peak of ten minutes that is kept free for them
+    caution              part of the TTFT objective that a prompt arriving now may be predicted to need behind bulk
+    stall_s              time that prompts without objective may hold up everything else
+    knee_ratio           times an empty engine's step that a step may take; throughput is 1 - 1/ratio of the most
+    memory_headroom      part of GPU memory to be kept free, where the engine leaves so much
+    heat_margin_c        degrees below the slow-down temperature that count as at the limit
+    power_at             part of the GPU's power limit past which bulk is cut back; None: power does not matter
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    start: Limit = 4
+    most: Limit = 1024
+    kv_risk: Fraction = 0.01
+    reserve: Share = 0.5
+    caution: Fraction = 0.7
+    stall_s: Seconds = 0.15
+    knee_ratio: Ratio = 4.0
+    memory_headroom: Share = 0.1
+    heat_margin_c: DegreesFromZero = 3.0
+    power_at: Fraction | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sizing:
     """Which sizing policy decides the windows, and the fields of each."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    policy: Literal["fixed", "aimd", "gradient", "rules"] = "fixed"
+    policy: Literal["fixed", "aimd", "gradient", "rules", "token_ledger"] = "fixed"
     fixed: FixedSizing = FixedSizing()
     aimd: AimdSizing = AimdSizing()
     gradient: GradientSizing = GradientSizing()
     rules: RulesSizing = RulesSizing()
+    token_ledger: TokenLedgerSizing = TokenLedgerSizing()
 
 
 @dataclass(frozen=True, slots=True)

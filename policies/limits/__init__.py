@@ -12,6 +12,7 @@ from policies.limits.aimd import Aimd
 from policies.limits.fixed import FixedLimits
 from policies.limits.gradient import Gradient
 from policies.limits.rules import Rules
+from policies.limits.token_ledger import TokenLedger
 from policies.schema import Policy
 from policies.sizing import SizingEvent, SizingPolicy, Window
 from policies.vocabulary import EngineView, Verdict, Work
@@ -21,6 +22,7 @@ LIMITS: Mapping[str, Callable[[Policy], SizingPolicy]] = {
     "aimd": Aimd,
     "gradient": Gradient,
     "rules": Rules,
+    "token_ledger": TokenLedger,
 }
 """Name in the document -> what makes it from the policy."""
 

@@ -30,6 +30,7 @@ SECTIONS: dict[str, type] = {
     "sizing.aimd": schema.AimdSizing,
     "sizing.gradient": schema.GradientSizing,
     "sizing.rules": schema.RulesSizing,
+    "sizing.token_ledger": schema.TokenLedgerSizing,
     "tenants.NAME": schema.Tenant,
 }
 

@@ -1,0 +1,9 @@
+"""Sizing policy `token_ledger`: KV tokens held and still to come, against what the engine has.
+
+Five files by idea: `account` (what an engine holds and will), `guards` (value against threshold), `window` (grow, hold,
+shrink), `black_box` (an engine that tells nothing) and `policy`, which puts them together behind the contract.
+"""
+
+from policies.limits.token_ledger.policy import TokenLedger
+
+__all__ = ["TokenLedger"]

@@ -1,0 +1,271 @@
+"""What one engine holds of ours, and what it will: the state that the guards of `token_ledger` read.
+
+Every attempt that we hear of one by one has an entry with its forecast: how many tokens it still makes within each of
+HORIZONS, mean and variance. The sums are kept as works come, show a first token and go, so that an admission looks at no
+single work; every control tick, which brings new token counts, makes all of them anew. Works that the view counts beyond
+the entries (placed in this round, or running in other processes) weigh what their class weighs on average.
+
+A tenant's lengths go together (CORRELATION), so its variance counts more the more works it has here: for n of one tenant
+with variances that sum to V it is V·(1 + CORRELATION·(n - 1)).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from policies.estimators.offset import OffsetFilter
+from policies.estimators.step_model import StepModel
+from policies.estimators.survival import Key, Lengths, levels
+from policies.sizing import FirstToken, Running
+from policies.vocabulary import EngineView, Work
+
+HORIZONS = (64, 256, 1024)
+"""Engine steps ahead for which memory has to suffice."""
+NOTHING = (0.0,) * len(HORIZONS)
+CORRELATION = 0.1
+GAP_WINDOW_S = 1.0
+LEAST_STEPS = 4.0
+PEAK_KEPT_S = 600
+"""Seconds of which the peak of the urgent classes' memory is remembered."""
+FIRST_TOKENS_S = 10.0
+
+Forecast = tuple[float, ...]
+AttemptKey = tuple[str, int]
+
+
+def forecast(work: Work, shown_tokens: int, keys: Iterable[Key], lengths: Lengths) -> tuple[Forecast, Forecast]:
+    """(means, variances) of the tokens that a work still makes within each horizon, its sequences together."""
+    survival, sequences = lengths.of(keys), work.sequences
+    shown = shown_tokens / sequences
+    left = HORIZONS[-1] if work.max_tokens is None else max(0.0, work.max_tokens - shown)
+    grown = [survival.growth(shown, min(horizon, left)) for horizon in HORIZONS]
+    return tuple(mean * sequences for mean, _ in grown), tuple(variance * sequences for _, variance in grown)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One attempt. `behind` is what its first token is predicted from: pending prompt tokens, its own included, the works
+    and the tokens that were there when it was granted."""
+
+    work: Work
+    keys: tuple[Key, Key, Key]
+    urgent: bool
+    behind: tuple[float, float, float]
+    shown_tokens: int = 0
+    prefilled: bool = False
+    window_tokens: int | None = None
+    means: Forecast = NOTHING
+    variances: Forecast = NOTHING
+
+
+@dataclass(slots=True)
+class Tenancy:
+    """A tenant's works on the engine, and the sum of their variances."""
+
+    works: int = 0
+    variances: list[float] = field(default_factory=lambda: [0.0] * len(HORIZONS))
+
+    def inflated(self, horizon: int) -> float:
+        return self.variances[horizon] * (1 + CORRELATION * (self.works - 1)) if self.works else 0.0
+
+
+@dataclass(slots=True)
+class Sums:
+    """What the entries add up to. held: prompt and shown tokens; pending: prompts without a first token yet."""
+
+    works: dict[str, int] = field(default_factory=dict)
+    means: list[float] = field(default_factory=lambda: [0.0] * len(HORIZONS))
+    variances: list[float] = field(default_factory=lambda: [0.0] * len(HORIZONS))
+    tenants: dict[str, Tenancy] = field(default_factory=dict)
+    held_tokens: int = 0
+    pending_urgent: int = 0
+    pending_patient: int = 0
+
+    def count(self, entry: Entry, sign: int) -> None:
+        """Add an entry with its forecast, or take it out."""
+        work = entry.work
+        self.held_tokens += sign * (work.prompt_tokens + entry.shown_tokens)
+        self.works[work.class_name] = self.works.get(work.class_name, 0) + sign
+        tenancy = self.tenants.get(work.tenant)
+        if tenancy is None:
+            tenancy = self.tenants[work.tenant] = Tenancy()
+        before = [tenancy.inflated(at) for at in range(len(HORIZONS))]
+        tenancy.works += sign
+        for at in range(len(HORIZONS)):
+            self.means[at] += sign * entry.means[at]
+            tenancy.variances[at] += sign * entry.variances[at]
+            self.variances[at] += tenancy.inflated(at) - before[at]
+        if not tenancy.works:
+            del self.tenants[work.tenant]
+        if not entry.prefilled:
+            self.prefill(entry, sign)
+
+    def prefill(self, entry: Entry, sign: int) -> None:
+        if entry.urgent:
+            self.pending_urgent += sign * entry.work.prompt_tokens
+        else:
+            self.pending_patient += sign * entry.work.prompt_tokens
+
+    def variance_with(self, horizon: int, work: Work, variance: float) -> float:
+        """The variance once the work is here too, O(1)."""
+        tenancy = self.tenants.get(work.tenant)
+        if tenancy is None:
+            return self.variances[horizon] + variance
+        grown = (tenancy.variances[horizon] + variance) * (1 + CORRELATION * tenancy.works)
+        return self.variances[horizon] - tenancy.inflated(horizon) + grown
+
+
+class Account:
+    """See the module header. One per engine."""
+
+    __slots__ = (
+        "_gap_prompts",
+        "_gap_since_s",
+        "_lengths",
+        "_peaks",
+        "_urgent",
+        "entries",
+        "first_tokens",
+        "gap_s",
+        "offset",
+        "step",
+        "sums",
+        "urgent_peak_tokens",
+        "urgent_tokens",
+    )
+
+    def __init__(self, urgent: frozenset[str], lengths: Lengths) -> None:
+        self._urgent, self._lengths = urgent, lengths
+        self.entries: dict[AttemptKey, Entry] = {}
+        self.sums = Sums()
+        self.step = StepModel()
+        self.offset = OffsetFilter()
+        self.urgent_tokens = 0
+        self.urgent_peak_tokens = 0.0
+        self.gap_s: float | None = None
+        self.first_tokens: deque[tuple[float, float]] = deque()
+        self._peaks: deque[int] = deque(maxlen=PEAK_KEPT_S)
+        self._gap_since_s: float | None = None
+        self._gap_prompts = 0
+
+    # -- what comes and goes -------------------------------------------------------------------------------------------
+
+    def granted(self, work: Work, attempt: int) -> Entry:
+        """Count an attempt. Idempotent."""
+        key = (work.id, attempt)
+        found = self.entries.get(key)
+        if found is not None:
+            return found
+        sums = self.sums
+        pending = sums.pending_urgent + sums.pending_patient + work.prompt_tokens
+        keys = levels(work.tenant, work.class_name, work.model)
+        entry = Entry(work, keys, work.class_name in self._urgent, (pending, len(self.entries), sums.held_tokens))
+        entry.means, entry.variances = forecast(work, 0, keys, self._lengths)
+        self.entries[key] = entry
+        sums.count(entry, 1)
+        return entry
+
+    def first_token(self, event: FirstToken, now_s: float) -> None:
+        entry = self.entries.get((event.work.id, event.attempt))
+        if entry is None or entry.prefilled:
+            return
+        self.sums.prefill(entry, -1)
+        entry.prefilled = True
+        self._gap_prompts += entry.work.prompt_tokens
+        self.step.saw_first_token(event.engine_ttft_s, *entry.behind)
+        work = event.work
+        if work.deadline_s is not None and work.deadline_s > work.accepted_s:
+            self.first_tokens.append((now_s, (now_s - work.accepted_s) / (work.deadline_s - work.accepted_s)))
+
+    def ended(self, work_id: str, attempt: int) -> Entry | None:
+        """Forget an attempt; None if it was not known."""
+        entry = self.entries.pop((work_id, attempt), None)
+        if entry is not None:
+            self.sums.count(entry, -1)
+        return entry
+
+    def progressed(self, running: Sequence[Running], now_s: float) -> None:
+        """Take over how far each attempt is, and make all sums anew."""
+        known, entries = self.entries, {}
+        for one in running:
+            key = (one.work.id, one.attempt)
+            entry = known.get(key) or self.granted(one.work, one.attempt)
+            entry.shown_tokens = one.shown_tokens
+            entry.prefilled = one.prefilled
+            entries[key] = entry
+        self.entries = entries
+        self._look_at_gaps(now_s)
+        self.refresh()
+        while self.first_tokens and self.first_tokens[0][0] < now_s - FIRST_TOKENS_S:
+            self.first_tokens.popleft()
+
+    def refresh(self) -> None:
+        """All forecasts and sums from the entries, O(works)."""
+        sums = self.sums = Sums()
+        self.urgent_tokens = 0
+        for entry in self.entries.values():
+            entry.means, entry.variances = forecast(entry.work, entry.shown_tokens, entry.keys, self._lengths)
+            sums.count(entry, 1)
+            if entry.urgent:
+                self.urgent_tokens += entry.work.prompt_tokens + entry.shown_tokens
+
+    def note_peak(self) -> None:
+        """Once a second: what the urgent classes hold; its 95th percentile over ten minutes is their peak."""
+        self._peaks.append(self.urgent_tokens)
+        ordered = sorted(self._peaks)
+        self.urgent_peak_tokens = float(ordered[int(0.95 * (len(ordered) - 1))])
+
+    def _look_at_gaps(self, now_s: float) -> None:
+        """Learn steps from the tokens that works made in a window: who decoded all through it made one a step."""
+        since_s = self._gap_since_s
+        if since_s is not None and now_s - since_s < GAP_WINDOW_S:
+            return
+        made = [
+            entry.shown_tokens - entry.window_tokens
+            for entry in self.entries.values()
+            if entry.window_tokens is not None and entry.work.sequences == 1
+        ]
+        if since_s is not None and made:
+            steps = median(made)
+            decoding = [entry for entry in self.entries.values() if entry.prefilled]
+            if steps >= LEAST_STEPS:
+                self.gap_s = (now_s - since_s) / steps
+                held = sum(entry.work.prompt_tokens + entry.shown_tokens for entry in decoding)
+                self.step.saw_gap(self.gap_s, len(decoding), held, self._gap_prompts / steps)
+        self._gap_since_s, self._gap_prompts = now_s, 0
+        for entry in self.entries.values():
+            entry.window_tokens = entry.shown_tokens if entry.prefilled else None
+
+    def lateness(self, share: float) -> float | None:
+        """Of the latest first tokens that had a deadline, the time used of that allowed, as a quantile; None of few."""
+        if len(self.first_tokens) < 5:
+            return None
+        ordered = sorted(used for _, used in self.first_tokens)
+        return ordered[int(share * (len(ordered) - 1))]
+
+    # -- what there is beyond the entries ------------------------------------------------------------------------------
+
+    def beyond(self, view: EngineView) -> list[tuple[str, int]]:
+        """Works that the view counts and that are no entries, by class, in the order of names."""
+        works = self.sums.works
+        return [
+            (name, more) for name in sorted(view.in_flight) if (more := view.in_flight[name] - works.get(name, 0)) > 0
+        ]
+
+    def pending(self, view: EngineView, beyond: Sequence[tuple[str, int]]) -> tuple[float, float]:
+        """Prompt tokens not prefilled yet: of urgent works, of all others."""
+        sums = self.sums
+        more = max(0, view.prefill_tokens - sums.pending_urgent - sums.pending_patient)
+        if any(name not in self._urgent for name, _ in beyond):
+            return sums.pending_urgent, sums.pending_patient + more
+        return sums.pending_urgent + more, sums.pending_patient
+
+    def restarted(self) -> None:
+        """The engine is a new process: its memory is empty, its machine is the same."""
+        self.offset = OffsetFilter()
+
+    def __repr__(self) -> str:
+        return f"<Account works={len(self.entries)} {self.step!r} {self.offset!r}>"

@@ -1,0 +1,184 @@
+"""The guards of `token_ledger`: each a value against a threshold, on one engine as it would be with one work more.
+
+Plain functions over plain numbers: `Scene` is what is there, `Asked` what would come. Memory, seats, gaps and heat bound
+every class; what delays the first tokens of others binds only works that have no objective themselves ("patient").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from policies.estimators.step_model import StepModel
+from policies.limits.token_ledger.account import HORIZONS, Forecast
+from policies.schema import TokenLedgerSizing
+from policies.vocabulary import EngineView, Guard, GuardReading
+
+KV_SHARE = 0.97
+PIPE_SHARE = 0.25
+"""Part of a TTFT objective that pending prompts of urgent works may take; the others wait where their order can change."""
+STALL_SHARE = 0.15
+"""Part of the shortest objective that patient prompts may take, where that is more than stall_s."""
+ALONE_FACTOR = 1.5
+"""What an empty engine cannot do in time is not patient work's fault: its threshold is no lower than this times that."""
+MOST_DOUBT = 0.3
+MEMORY_DRIFT = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One engine now, with what is placed in this round.
+
+    held_tokens, capacity_tokens   of KV memory; None: the engine never told
+    means, variances               tokens still to come within each horizon
+    reserve_tokens                 kept free for urgent works to come, and for what stale telemetry may hide
+    pending_urgent, _patient       prompt tokens not prefilled yet
+    queued_tokens                  prompt tokens of urgent works in our queue, as of the last tick
+    sequences, patient             works in flight, and those without an objective
+    hypothesis_tokens              a long prompt (p95) of the urgent class with the tightest objective; None: no such class
+    objective_s, tpot_s            its objective for that prompt; the tightest gap; None: none is set
+    usual_memory_fraction          the least GPU memory in use that was ever seen here
+    oversize_due                   time for one prompt that breaks the rule on stalls
+    """
+
+    held_tokens: float
+    capacity_tokens: float | None
+    means: Forecast
+    variances: Forecast
+    reserve_tokens: float
+    pending_urgent: float
+    pending_patient: float
+    queued_tokens: float
+    sequences: int
+    patient: int
+    hypothesis_tokens: float | None
+    objective_s: float | None
+    tpot_s: float | None
+    gap_s: float | None
+    window: int
+    bound_tokens: float | None
+    seats: int | None
+    usual_memory_fraction: float | None
+    oversize_due: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One work more. variances: those of all works once it is here."""
+
+    prompt_tokens: int
+    sequences: int
+    objective_s: float | None
+    means: Forecast
+    variances: Forecast
+
+
+def kv(scene: Scene, asked: Asked, z: float, *, patient: bool) -> tuple[GuardReading, float] | None:
+    """The safe-batch test: does all that is here and this work, grown for each horizon, fit with chance 1 - risk?
+
+    Urgent works are asked for the first horizon only: who is to wait for them has stopped being let in by then, and what
+    runs comes to an end. Returns the reading at the horizon that needs the most, and the steps to overflow: the first
+    horizon that fails.
+    """
+    if scene.capacity_tokens is None:
+        return None
+    needs = needed(scene, asked, z, patient=patient)
+    threshold = KV_SHARE * scene.capacity_tokens
+    steps = next((float(at) for at, need in zip(HORIZONS, needs, strict=True) if need > threshold), math.inf)
+    return _reading(Guard.KV, max(needs) if patient else needs[0], threshold), steps
+
+
+def needed(scene: Scene, asked: Asked, z: float, *, patient: bool) -> list[float]:
+    """KV tokens for each horizon: held, prompt, growth, z deviations, and the reserve for whoever is not patient."""
+    here = scene.held_tokens + asked.prompt_tokens + (scene.reserve_tokens if patient else 0.0)
+    return [
+        here + all_mean + mean + z * math.sqrt(max(0.0, variance))
+        for all_mean, mean, variance in zip(scene.means, asked.means, asked.variances, strict=True)
+    ]
+
+
+def bound(scene: Scene, asked: Asked) -> GuardReading | None:
+    """A silent engine: tokens in flight against what it was found to bear."""
+    if scene.bound_tokens is None:
+        return None
+    return _reading(Guard.STALE, scene.held_tokens + asked.prompt_tokens + asked.means[0], scene.bound_tokens)
+
+
+def seats(scene: Scene, asked: Asked, *, patient: bool) -> GuardReading | None:
+    """Patient works never fill the last eighth of the seats, and are bound by what they hold, not by what is free."""
+    if scene.seats is None:
+        return None
+    if patient:
+        return _reading(Guard.SEATS, scene.patient + asked.sequences, max(1, scene.seats - max(1, scene.seats // 8)))
+    return _reading(Guard.SEATS, scene.sequences + asked.sequences, scene.seats)
+
+
+def gaps(scene: Scene, asked: Asked, model: StepModel) -> GuardReading | None:
+    """The gap between tokens with one work more, and as measured, against the tightest objective."""
+    if scene.tpot_s is None:
+        return None
+    predicted = model.step_s(scene.sequences + asked.sequences, scene.held_tokens + asked.prompt_tokens)
+    return _reading(Guard.TPOT, max(predicted, scene.gap_s or 0.0), scene.tpot_s)
+
+
+def knee(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading:
+    """A step against an empty engine's."""
+    step_s = model.step_s(scene.sequences + asked.sequences, scene.held_tokens + asked.prompt_tokens)
+    return _reading(Guard.KNEE, step_s, fields.knee_ratio * model.base_s)
+
+
+def first_token(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading | None:
+    """An urgent work with a long prompt that arrives right after this one: its predicted first token."""
+    if scene.hypothesis_tokens is None or scene.objective_s is None:
+        return None
+    doubt = 1 + min(MOST_DOUBT, model.error)
+    pending = scene.pending_urgent + scene.pending_patient + scene.queued_tokens + asked.prompt_tokens
+    value = doubt * model.ttft_s(
+        pending + scene.hypothesis_tokens, scene.sequences + asked.sequences, scene.held_tokens
+    )
+    alone = doubt * model.ttft_s(scene.hypothesis_tokens, 1, scene.hypothesis_tokens)
+    threshold = max(fields.caution * scene.objective_s, ALONE_FACTOR * alone)
+    return _reading(Guard.TTFT, value, max(threshold, value) if _oversize(scene, asked, model, fields) else threshold)
+
+
+def stall(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading:
+    """Prefill time of patient prompts that are pending. One prompt that is too long by itself may pass now and then."""
+    value = (scene.pending_patient + asked.prompt_tokens) * model.prefill_s_per_token
+    threshold = stall_threshold_s(scene, fields)
+    return _reading(Guard.STALL, value, max(threshold, value) if _oversize(scene, asked, model, fields) else threshold)
+
+
+def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
+    """The thin pipe: prefill time of urgent prompts that are pending, without this one, so that one always fits."""
+    value = scene.pending_urgent * model.prefill_s_per_token
+    return _reading(Guard.STALL, value, PIPE_SHARE * (asked.objective_s or math.inf))
+
+
+def machine(view: EngineView, scene: Scene, fields: TokenLedgerSizing) -> list[GuardReading]:
+    """Memory, heat and power of the GPU, as far as they are told. An engine that fills its GPU on purpose is judged by
+    how far its use has risen since."""
+    found = []
+    free, margin_c, power = view.gpu_memory_free_fraction, view.gpu_heat_margin_c, view.gpu_power_fraction
+    if free.known and free.value is not None:
+        usual = 0.0 if scene.usual_memory_fraction is None else scene.usual_memory_fraction
+        found.append(_reading(Guard.VRAM, 1 - free.value, max(1 - fields.memory_headroom, usual + MEMORY_DRIFT)))
+    if margin_c.known and margin_c.value is not None:
+        found.append(_reading(Guard.THERMAL, -margin_c.value, -fields.heat_margin_c))
+    if fields.power_at is not None and power.known and power.value is not None:
+        found.append(_reading(Guard.POWER, power.value, fields.power_at))
+    return found
+
+
+def stall_threshold_s(scene: Scene, fields: TokenLedgerSizing) -> float:
+    return max(fields.stall_s, STALL_SHARE * (scene.objective_s or 0.0))
+
+
+def _oversize(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> bool:
+    """The work has leave to break the rule: too long for it by itself, nothing else pending, and it is time."""
+    quiet = not (scene.pending_patient or scene.pending_urgent or scene.queued_tokens)
+    too_long = asked.prompt_tokens * model.prefill_s_per_token > stall_threshold_s(scene, fields)
+    return scene.oversize_due and quiet and too_long
+
+
+def _reading(guard: Guard, value: float, threshold: float) -> GuardReading:
+    return GuardReading(guard, value, threshold, value <= threshold)

@@ -1,0 +1,415 @@
+"""Sizing policy `token_ledger`: may one work more start here, by what is held, what will be, and who waits behind it.
+
+What it does: before each grant it asks the guards with the engine as it would be. A work without a TTFT objective is
+bound by all of them and by a window that grows only while they pass; a work with one by those that keep the engine sound
+(memory, seats, gaps, heat), and by a thin pipe: its order stays ours to change until the engine has use for it.
+
+Inputs: the ledger's works one by one, polled KV memory and counters, first tokens and gaps. It never sees true lengths or
+an engine's parameters; both are learned (`policies.estimators`). An engine that tells nothing is a black box.
+
+Trade-off: it believes in distributions of lengths per tenant, class and model. After a sudden change of them it is wrong
+until works of the new kind have run, and the window and the cuts have to bear that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+from policies.estimators.survival import Key, Lengths, levels
+from policies.limits.fixed import whole_seats
+from policies.limits.token_ledger import guards
+from policies.limits.token_ledger.account import HORIZONS, Account, Forecast, forecast
+from policies.limits.token_ledger.black_box import BlackBox
+from policies.limits.token_ledger.guards import Asked, Scene
+from policies.limits.token_ledger.window import Growth
+from policies.schema import Policy
+from policies.sizing import Finished, FirstToken, Granted, Sampled, SizingEvent, Window
+from policies.vocabulary import EngineView, Guard, GuardReading, Quality, Result, Verdict, Work
+
+REBUILD_S = 5.0
+PROMPTS_KEPT = 256
+USUAL_PROMPT_TOKENS = 1024
+SILENT_S = 10.0
+STALE_POLLS = 3
+STALE_SHARE = 0.1
+OVERSIZE_EVERY_S = 20.0
+LATE_SHARE = 0.9
+PREEMPTED_FACTOR = 0.7
+PREEMPTED_HOLD_S = 5.0
+CAREFUL_S = 300.0
+HOT_FACTOR = 0.9
+HOT_EVERY_S = 10.0
+MACHINE = (Guard.THERMAL, Guard.POWER)
+
+
+class TokenLedger:
+    """See the module header."""
+
+    __slots__ = (
+        "_engines",
+        "_fields",
+        "_fresh",
+        "_kinds",
+        "_lengths",
+        "_objectives",
+        "_policy",
+        "_prompts",
+        "_rebuilt_s",
+        "_tpot_s",
+        "_z",
+        "_z_careful",
+    )
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._fields = policy.sizing.token_ledger
+        self._z = NormalDist().inv_cdf(1 - self._fields.kv_risk)
+        self._z_careful = NormalDist().inv_cdf(1 - self._fields.kv_risk / 2)
+        self._objectives = frozenset(name for name, one in policy.classes.items() if one.has_ttft_objective)
+        self._tpot_s = min((one.tpot_sla_s for one in policy.classes.values() if one.tpot_sla_s), default=None)
+        self._lengths = Lengths()
+        self._engines: dict[str, _Engine] = {}
+        self._prompts: dict[str, deque[int]] = {}
+        self._kinds: dict[str, Key] = {}
+        self._fresh: dict[str, tuple[Forecast, Forecast]] = {}
+        self._rebuilt_s = -math.inf
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+        """Every guard that binds the work's class, with value and threshold. An idle engine takes any one work."""
+        mine = self._of(engine.name)
+        readings, _ = self._ask(mine, work, engine, self._scene(mine, engine, now_s))
+        if not engine.in_flight_total:
+            readings = [GuardReading(one.guard, one.value, max(one.value, one.threshold), True) for one in readings]
+        return Verdict(all(one.passed for one in readings), tuple(readings))
+
+    def window(self, engine: EngineView, class_name: str) -> Window:
+        """Works with an objective are bound by tokens and seats; the others by the window as well."""
+        mine = self._of(engine.name)
+        seats = whole_seats(engine.seats.value, engine.seats.quality)
+        capacity = engine.kv_capacity_tokens.value
+        tokens = None if capacity is None else int(guards.KV_SHARE * capacity)
+        if class_name in self._objectives:
+            return Window(requests=seats, tokens=tokens)
+        limit = int(mine.growth.limit)
+        return Window(
+            requests=limit if seats is None else max(1, min(limit, seats - max(1, seats // 8))), tokens=tokens
+        )
+
+    def on_event(self, event: SizingEvent, now_s: float) -> None:
+        """Learn from what happened."""
+        if isinstance(event, Sampled):
+            self._sampled(event, now_s)
+        elif isinstance(event, Granted):
+            self._granted(event, now_s)
+        elif isinstance(event, FirstToken):
+            self._of(event.engine).account.first_token(event, now_s)
+        elif isinstance(event, Finished):
+            self._finished(event)
+        else:
+            self._of(event.engine).account.progressed(event.running, now_s)
+
+    def snapshot(self) -> Mapping[str, object]:
+        return {
+            "lengths": self._lengths.snapshot(),
+            "engines": {
+                name: {"limit": one.growth.limit, "new": one.growth.new, "step": one.account.step.snapshot()}
+                for name, one in self._engines.items()
+            },
+        }
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Take over what a predecessor learned; what cannot be read is left out. What runs is told at the next tick."""
+        lengths, engines = state.get("lengths"), state.get("engines")
+        if isinstance(lengths, Mapping):
+            self._lengths.restore(lengths)
+        if isinstance(engines, Mapping):
+            for name, one in engines.items():
+                if isinstance(one, Mapping):
+                    self._of(str(name)).restore(one, self._fields.most)
+
+    def steps_to_overflow(self, engine: str) -> float:
+        """Of the last tick: the smallest horizon, in engine steps, for which memory would not suffice; inf for none."""
+        return self._of(engine).steps_to_overflow
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    def _ask(self, mine: _Engine, work: Work, engine: EngineView, scene: Scene) -> tuple[list[GuardReading], float]:
+        """(readings, steps to overflow)."""
+        fields, model, account = self._fields, mine.account.step, mine.account
+        patient = work.class_name not in self._objectives
+        means, variances = forecast(work, 0, levels(work.tenant, work.class_name, work.model), self._lengths)
+        extra = [all_here - own for all_here, own in zip(scene.variances, account.sums.variances, strict=True)]
+        asked = Asked(
+            prompt_tokens=work.prompt_tokens,
+            sequences=work.sequences if scene.sequences else 1,
+            objective_s=self._policy.class_policy(work.class_name).ttft_objective_s(work.prompt_tokens),
+            means=means,
+            variances=tuple(
+                account.sums.variance_with(at, work, variances[at]) + extra[at] for at in range(len(HORIZONS))
+            ),
+        )
+        z = self._z_careful if mine.careful else self._z
+        memory = guards.kv(scene, asked, z, patient=patient)
+        found = [
+            None if memory is None else memory[0],
+            guards.bound(scene, asked) if patient else None,
+            guards.seats(scene, asked, patient=patient),
+            guards.gaps(scene, asked, model),
+        ]
+        if patient:
+            found += [
+                GuardReading(Guard.WINDOW, scene.patient + 1, scene.window, scene.patient + 1 <= scene.window),
+                guards.first_token(scene, asked, model, fields),
+                guards.stall(scene, asked, model, fields),
+                guards.knee(scene, asked, model, fields),
+            ]
+        else:
+            found.append(guards.pipe(scene, asked, model))
+        found += guards.machine(engine, scene, fields)
+        return [one for one in found if one is not None], math.inf if memory is None else memory[1]
+
+    def _scene(self, mine: _Engine, engine: EngineView, now_s: float) -> Scene:
+        account = mine.account
+        beyond = account.beyond(engine)
+        means, variances = account.sums.means, account.sums.variances
+        if beyond:
+            fresh = [(more, self._fresh_of(name)) for name, more in beyond]
+            means = [one + sum(more * each[0][at] for more, each in fresh) for at, one in enumerate(means)]
+            variances = [one + sum(more * each[1][at] for more, each in fresh) for at, one in enumerate(variances)]
+        pending_urgent, pending_patient = account.pending(engine, beyond)
+        capacity = mine.capacity_tokens
+        held = float(engine.kv_tokens)
+        reserve = 0.0
+        if capacity is not None:
+            held = account.offset.used_tokens(held, capacity)
+            above = max(0.0, account.urgent_peak_tokens - account.urgent_tokens)
+            reserve = self._fields.reserve * above + STALE_SHARE * capacity * mine.missed_polls
+        in_flight = engine.in_flight_total
+        urgent = sum(engine.in_flight.get(name, 0) for name in self._objectives)
+        return Scene(
+            held_tokens=held,
+            capacity_tokens=capacity,
+            means=tuple(means),
+            variances=tuple(variances),
+            reserve_tokens=reserve,
+            pending_urgent=pending_urgent,
+            pending_patient=pending_patient,
+            queued_tokens=mine.queued_tokens,
+            sequences=in_flight,
+            patient=in_flight - urgent,
+            hypothesis_tokens=mine.hypothesis[0],
+            objective_s=mine.hypothesis[1],
+            tpot_s=self._tpot_s,
+            gap_s=account.gap_s,
+            window=int(mine.growth.limit),
+            bound_tokens=mine.black_box.limit_tokens if mine.silent else None,
+            seats=whole_seats(engine.seats.value, engine.seats.quality),
+            usual_memory_fraction=mine.usual_memory_fraction,
+            oversize_due=now_s - mine.oversize_s >= OVERSIZE_EVERY_S,
+        )
+
+    def _fresh_of(self, class_name: str) -> tuple[Forecast, Forecast]:
+        """What one work of a class of which nothing more is known will make."""
+        found = self._fresh.get(class_name)
+        if found is None:
+            survival = self._lengths.of((self._kinds[class_name],) if class_name in self._kinds else ())
+            grown = [survival.growth(0, horizon) for horizon in HORIZONS]
+            found = tuple(mean for mean, _ in grown), tuple(variance for _, variance in grown)
+            self._fresh[class_name] = found
+        return found
+
+    # -- what is learned -----------------------------------------------------------------------------------------------
+
+    def _of(self, engine: str) -> _Engine:
+        found = self._engines.get(engine)
+        if found is None:
+            fields = self._fields
+            found = _Engine(Account(self._objectives, self._lengths), Growth(float(fields.start), float(fields.most)))
+            found.hypothesis = self._hypothesis()
+            self._engines[engine] = found
+        return found
+
+    def _granted(self, event: Granted, now_s: float) -> None:
+        mine, work = self._of(event.engine), event.work
+        mine.account.granted(work, event.attempt)
+        self._kinds[work.class_name] = (work.class_name, work.model)
+        prompts = self._prompts.get(work.class_name)
+        if prompts is None:
+            prompts = self._prompts[work.class_name] = deque(maxlen=PROMPTS_KEPT)
+        prompts.append(work.prompt_tokens)
+        if work.class_name not in self._objectives:
+            prefill_s = work.prompt_tokens * mine.account.step.prefill_s_per_token
+            if prefill_s > max(self._fields.stall_s, guards.STALL_SHARE * (mine.hypothesis[1] or 0.0)):
+                mine.oversize_s = now_s
+
+    def _finished(self, event: Finished) -> None:
+        entry = self._of(event.engine).account.ended(event.work.id, event.attempt)
+        outcome, work = event.outcome, event.work
+        keys = levels(work.tenant, work.class_name, work.model)
+        if outcome is None or not outcome.output_tokens:
+            if entry is not None and entry.shown_tokens:
+                self._lengths.ended(keys, entry.shown_tokens // work.sequences, censored=True)
+            return
+        each = outcome.output_tokens // work.sequences
+        cut_off = work.max_tokens is not None and each >= work.max_tokens
+        self._lengths.ended(keys, max(1, each), censored=cut_off or outcome.result is not Result.COMPLETED)
+
+    def _sampled(self, event: Sampled, now_s: float) -> None:
+        view = event.view
+        mine = self._of(view.name)
+        account = mine.account
+        if now_s - self._rebuilt_s >= REBUILD_S:
+            self._rebuild(now_s)
+        mine.hear(view, now_s)
+        if now_s - mine.noted_s >= 1.0:
+            mine.noted_s = now_s
+            account.note_peak()
+        mine.queued_tokens = sum(
+            event.queued.get(name, 0) * _mean(self._prompts.get(name)) for name in self._objectives
+        )
+        worst = max((used for _, used in account.first_tokens), default=None)
+        if mine.silent:
+            mine.black_box.tick(view.kv_tokens, worst=worst, gap_s=account.gap_s, now_s=now_s)
+        self._move_window(mine, event, now_s)
+
+    def _move_window(self, mine: _Engine, event: Sampled, now_s: float) -> None:
+        """Grow, hold or shrink by what the guards say of a usual work without an objective."""
+        view, growth = event.view, mine.growth
+        names = [name for name in self._policy.classes if name not in self._objectives]
+        queued = [name for name in names if event.queued.get(name)]
+        held = sum(view.in_flight.get(name, 0) for name in names)
+        if mine.preempted:
+            mine.preempted = False
+            if growth.cut(PREEMPTED_FACTOR, held=held, now_s=now_s, hold_s=PREEMPTED_HOLD_S):
+                mine.careful = now_s - mine.preempted_s < CAREFUL_S
+                mine.preempted_s = now_s
+        elif mine.careful and now_s - mine.preempted_s >= CAREFUL_S:
+            mine.careful = False
+        late = mine.account.lateness(0.9)
+        if late is not None and late > LATE_SHARE:
+            growth.cut(PREEMPTED_FACTOR, held=held, now_s=now_s)
+        if not names:
+            return
+        name = queued[0] if queued else names[0]
+        usual = Work("", name, "", self._kinds.get(name, ("", ""))[1], "", now_s, now_s)
+        scene = self._scene(mine, view, now_s)
+        readings, mine.steps_to_overflow = self._ask(mine, usual, view, scene)
+        failed = [one.guard for one in readings if not one.passed and one.guard is not Guard.WINDOW]
+        if mine.steps_to_overflow <= HORIZONS[0] and scene.means[0] + scene.held_tokens > (
+            scene.capacity_tokens or math.inf
+        ):
+            growth.cut(PREEMPTED_FACTOR, held=held, now_s=now_s)
+        hot = any(guard in MACHINE for guard in failed)
+        if hot:
+            growth.cut(HOT_FACTOR, held=held, now_s=now_s, dead_s=HOT_EVERY_S)
+        growth.tick(held=held, backlog=bool(queued), clear=not failed and not mine.missed_polls, now_s=now_s)
+
+    def _rebuild(self, now_s: float) -> None:
+        self._rebuilt_s = now_s
+        self._lengths.rebuild(
+            (entry.keys, entry.shown_tokens // entry.work.sequences)
+            for _, one in sorted(self._engines.items())
+            for entry in one.account.entries.values()
+        )
+        self._fresh.clear()
+        hypothesis = self._hypothesis()
+        for one in self._engines.values():
+            one.hypothesis = hypothesis
+
+    def _hypothesis(self) -> tuple[float | None, float | None]:
+        """(prompt tokens, objective) of the urgent work that is the hardest to serve in time: a long one (p95)."""
+        found: list[tuple[float, float]] = []
+        for name in sorted(self._objectives):
+            prompts = self._prompts.get(name)
+            tokens = float(sorted(prompts)[int(0.95 * (len(prompts) - 1))]) if prompts else float(USUAL_PROMPT_TOKENS)
+            objective_s = self._policy.class_policy(name).ttft_objective_s(int(tokens))
+            if objective_s is not None:
+                found.append((tokens, objective_s))
+        return min(found, key=lambda one: (one[1] / (1 + one[0]), one)) if found else (None, None)
+
+    def __repr__(self) -> str:
+        windows = " ".join(f"{name}={one.growth.limit:.1f}" for name, one in sorted(self._engines.items()))
+        return f"<TokenLedger {windows or 'new'}>"
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What is kept of one engine besides its account. silent: it tells nothing of its memory, or no more."""
+
+    account: Account
+    growth: Growth
+    black_box: BlackBox = field(default_factory=BlackBox)
+    capacity_tokens: float | None = None
+    silent: bool = True
+    missed_polls: float = 0.0
+    queued_tokens: float = 0.0
+    hypothesis: tuple[float | None, float | None] = (None, None)
+    oversize_s: float = -math.inf
+    noted_s: float = -math.inf
+    steps_to_overflow: float = math.inf
+    preempted: bool = False
+    preempted_s: float = -math.inf
+    careful: bool = False
+    usual_memory_fraction: float | None = None
+    _preemptions: float | None = None
+    _started_s: float | None = None
+
+    def hear(self, view: EngineView, now_s: float) -> None:
+        """Take in a tick's view: how old it is, whether it is the same process, memory, preemptions."""
+        used, capacity = view.kv_used_fraction, view.kv_capacity_tokens
+        if capacity.value is not None and capacity.quality in (Quality.FRESH, Quality.STALE):
+            self.capacity_tokens = capacity.value
+        age_s = used.age_s if used.value is not None else math.inf
+        period_s = self.account.offset.period_s
+        silent = self.capacity_tokens is None or age_s > SILENT_S
+        self.missed_polls = 0.0 if silent else max(0.0, age_s / period_s - STALE_POLLS)
+        if silent and not self.silent:
+            self.black_box.begin(view.kv_tokens)
+        self.silent = silent
+        self._look_for_restart(view)
+        self.account.offset.tick(view.kv_tokens - view.prefill_tokens, now_s)
+        if used.known and used.value is not None and self.capacity_tokens is not None:
+            self.account.offset.polled(used.value * self.capacity_tokens, now_s - age_s)
+        self._count_preemptions(view)
+        free = view.gpu_memory_free_fraction
+        if free.known and free.value is not None:
+            usual = self.usual_memory_fraction
+            self.usual_memory_fraction = 1 - free.value if usual is None else min(usual, 1 - free.value)
+
+    def _look_for_restart(self, view: EngineView) -> None:
+        started = view.start_time_s
+        if not started.known or started.value is None:
+            return
+        if self._started_s is not None and abs(started.value - self._started_s) > 1:
+            self.account.restarted()
+            self.growth = Growth(min(self.growth.limit, 4.0), self.growth.most)
+            self._preemptions = None
+            self.usual_memory_fraction = None
+        self._started_s = started.value
+
+    def _count_preemptions(self, view: EngineView) -> None:
+        total = view.preemptions_total
+        if not total.known or total.value is None:
+            return
+        if self._preemptions is not None and total.value > self._preemptions:
+            self.preempted = True
+        self._preemptions = total.value
+
+    def restore(self, state: Mapping[str, object], most: int) -> None:
+        limit, new, step = state.get("limit"), state.get("new"), state.get("step")
+        if isinstance(limit, int | float) and math.isfinite(limit):
+            self.growth.limit = min(max(1.0, float(limit)), float(most))
+        if isinstance(new, bool):
+            self.growth.new = new
+        if isinstance(step, Mapping):
+            self.account.step.restore(step)
+
+
+def _mean(prompts: deque[int] | None) -> float:
+    return sum(prompts) / len(prompts) if prompts else float(USUAL_PROMPT_TOKENS)

@@ -1,0 +1,87 @@
+"""The step model finds an engine's speed from gaps and first tokens, and keeps it against noise."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from policies.estimators.step_model import PRIOR, StepModel, ttft_row
+
+TRUE = (0.0073, 5e-5, 4.9e-8, 2.93e-5)
+
+
+def true_s(row: tuple[float, float, float, float], factor: float = 1.0) -> float:
+    return factor * sum(weight * value for weight, value in zip(TRUE, row, strict=True))
+
+
+def taught(model: StepModel, count: int, *, noise: float = 0.1, factor: float = 1.0, seed: int = 1) -> StepModel:
+    rng = random.Random(seed)
+    for _ in range(count):
+        sequences = rng.randint(1, 100)
+        context = sequences * rng.randint(100, 3000)
+        spread = rng.uniform(1 - noise, 1 + noise)
+        if rng.random() < 0.5:
+            prompts = rng.choice([0, 0, 20, 100, 400])
+            model.saw_gap(true_s((1, sequences, context, prompts), factor) * spread, sequences, context, prompts)
+        else:
+            pending = rng.randint(50, 8000)
+            seen_s = true_s(ttft_row(pending, sequences, context), factor) * spread
+            model.saw_first_token(seen_s, pending, sequences, context)
+    return model
+
+
+def test_steps_and_first_tokens_are_predicted_within_a_tenth_after_a_few_hundred() -> None:
+    model = taught(StepModel(), 300)
+
+    assert model.step_s(50, 60_000) == pytest.approx(true_s((1, 50, 60_000, 0)), rel=0.1)
+    assert model.ttft_s(4000, 50, 60_000) == pytest.approx(true_s(ttft_row(4000, 50, 60_000)), rel=0.1)
+    assert model.error < 0.1
+
+
+def test_an_engine_of_unknown_speed_is_known_to_be_uncertain() -> None:
+    assert StepModel().error > 0.5
+
+
+def test_a_wild_observation_changes_nothing() -> None:
+    model = taught(StepModel(), 200)
+    before = list(model.theta)
+
+    model.saw_gap(3.0, 50, 60_000, 0)
+
+    assert model.theta == before
+
+
+def test_an_engine_that_became_slower_is_believed_in_the_end() -> None:
+    model = taught(taught(StepModel(), 300), 900, factor=2.0, seed=2)
+
+    assert model.step_s(50, 60_000) == pytest.approx(true_s((1, 50, 60_000, 0), 2.0), rel=0.2)
+
+
+def test_without_excitation_a_coefficient_stays_where_the_prior_put_it() -> None:
+    model = StepModel()
+    for _ in range(5000):
+        model.saw_gap(true_s((1, 0, 0, 0)), 0, 0, 0)
+
+    assert model.theta[3] == PRIOR[3]
+    assert model.base_s == pytest.approx(TRUE[0], rel=0.02)
+
+
+@pytest.mark.parametrize("nonsense", [0.0, -1.0, math.nan, math.inf])
+def test_nonsense_is_not_learned(nonsense: float) -> None:
+    model = StepModel()
+
+    model.saw_gap(nonsense, 1, 100, 0)
+
+    assert model.theta == list(PRIOR)
+
+
+def test_nothing_becomes_negative() -> None:
+    rng = random.Random(3)
+    model = StepModel()
+    for _ in range(500):
+        model.saw_gap(rng.uniform(1e-4, 1), rng.randint(0, 50), rng.randint(0, 90_000), rng.choice([0, 500]))
+
+    assert all(weight >= 0 for weight in model.theta)
+    assert model.base_s > 0

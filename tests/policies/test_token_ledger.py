@@ -1,0 +1,535 @@
+"""`token_ledger`: the safe-batch test against the exact sum, sums against recomputation, and what moves the window."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.estimators.survival import Lengths
+from policies.limits.token_ledger import TokenLedger, guards
+from policies.limits.token_ledger.account import CORRELATION, HORIZONS, Account, Sums, forecast
+from policies.limits.token_ledger.black_box import BlackBox
+from policies.limits.token_ledger.guards import KV_SHARE, Asked, Scene
+from policies.limits.token_ledger.window import Growth
+from policies.sizing import Finished, FirstToken, Granted, Progressed, Running, Sampled
+from policies.vocabulary import UNKNOWN, EngineView, Guard, GuardReading, Outcome, Quality, Reading, Result, Verdict, Work
+from tests.policies.worlds import NOW_S, engine, fresh, policy, work
+
+POLICY = policy()
+URGENT = frozenset({"chat", "code"})
+CAPACITY = 40_000
+QUICK = settings(max_examples=60, deadline=None)
+
+SCENE = Scene(
+    held_tokens=0.0,
+    capacity_tokens=float(CAPACITY),
+    means=(0.0, 0.0, 0.0),
+    variances=(0.0, 0.0, 0.0),
+    reserve_tokens=0.0,
+    pending_urgent=0.0,
+    pending_patient=0.0,
+    queued_tokens=0.0,
+    sequences=0,
+    patient=0,
+    hypothesis_tokens=1000.0,
+    objective_s=1.0,
+    tpot_s=None,
+    gap_s=None,
+    window=4,
+    bound_tokens=None,
+    seats=None,
+    usual_memory_fraction=None,
+    oversize_due=False,
+)
+
+
+def told(
+    in_flight: dict[str, int] | None = None,
+    *,
+    kv_tokens: int = 0,
+    prefill_tokens: int = 0,
+    used: float | None = None,
+    preemptions: float = 0.0,
+    started_s: float = 1.0,
+    capacity: Reading | None = None,
+    age_s: float = 0.1,
+) -> EngineView:
+    """An engine that tells everything; `used` is a fraction of its memory, by default what the ledger says."""
+    fraction = kv_tokens / CAPACITY if used is None else used
+    quality = Quality.FRESH if age_s < 1.5 else Quality.STALE
+    return replace(
+        engine(in_flight=in_flight, prefill_tokens=prefill_tokens),
+        kv_tokens=kv_tokens,
+        kv_used_fraction=Reading(fraction, age_s, quality),
+        kv_capacity_tokens=fresh(CAPACITY) if capacity is None else capacity,
+        preemptions_total=fresh(preemptions),
+        start_time_s=fresh(started_s),
+    )
+
+
+def reading(verdict: Verdict, guard: Guard) -> tuple[float, float, bool]:
+    (found,) = [one for one in verdict.guards if one.guard is guard]
+    return found.value, found.threshold, found.passed
+
+
+def running(ledger: TokenLedger, count: int, *, tokens: int = 2000, name: str = "night", shown: int = 50) -> EngineView:
+    """Let `count` works decode on e0; returns the view of it."""
+    some = [work(f"{name}{number}", name, prompt_tokens=tokens) for number in range(count)]
+    for one in some:
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+    ledger.on_event(Progressed("e0", [Running(one, 1, shown, True) for one in some]), NOW_S)
+    view = told({name: count}, kv_tokens=count * (tokens + shown))
+    ledger.on_event(Sampled(view, {"night": 8}), NOW_S)
+    return view
+
+
+# -- the safe-batch test -----------------------------------------------------------------------------------------------
+
+lots = st.lists(
+    st.tuples(
+        st.sampled_from(["chat", "night", "scrap"]),
+        st.sampled_from(["t", "heavy", "small"]),
+        st.integers(0, 6000),
+        st.integers(0, 900),
+        st.none() | st.integers(1, 2000),
+        st.integers(1, 3),
+    ),
+    max_size=25,
+)
+
+
+def some_works(drawn: Sequence[tuple[str, str, int, int, int | None, int]]) -> list[tuple[Work, int]]:
+    return [
+        (work(f"w{at}", name, tenant=tenant, prompt_tokens=prompt, max_tokens=most, sequences=sequences), shown)
+        for at, (name, tenant, prompt, shown, most, sequences) in enumerate(drawn)
+    ]
+
+
+def exactly(works: Sequence[tuple[Work, int]], z: float) -> float:
+    """The memory that the works need at the worst horizon, summed work by work."""
+    lengths = Lengths()
+    worst = 0.0
+    for at in range(len(HORIZONS)):
+        mean, tenants = 0.0, dict[str, list[float]]()
+        for one, shown in works:
+            means, variances = forecast(one, shown, (), lengths)
+            mean += one.prompt_tokens + shown + means[at]
+            tenants.setdefault(one.tenant, []).append(variances[at])
+        variance = sum(sum(each) * (1 + CORRELATION * (len(each) - 1)) for each in tenants.values())
+        worst = max(worst, mean + z * math.sqrt(variance))
+    return worst
+
+
+@QUICK
+@given(lots, st.integers(0, 6000), st.integers(1000, 120_000))
+def test_an_admission_never_passes_where_the_exact_sum_does_not(
+    drawn: list[tuple[str, str, int, int, int | None, int]], prompt: int, capacity: int
+) -> None:
+    works = some_works(drawn)
+    ledger = TokenLedger(POLICY)
+    for one, _ in works:
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+    ledger.on_event(Progressed("e0", [Running(one, 1, shown, True) for one, shown in works]), NOW_S)
+    counts: dict[str, int] = {}
+    for one, _ in works:
+        counts[one.class_name] = counts.get(one.class_name, 0) + 1
+    held = sum(one.prompt_tokens + shown for one, shown in works)
+    view = told(counts, kv_tokens=held, used=min(1.0, held / capacity), capacity=fresh(capacity))
+    ledger.on_event(Sampled(view), NOW_S)
+    candidate = work("x", "night", tenant="t", prompt_tokens=prompt)
+
+    verdict = ledger.admit(candidate, view, NOW_S)
+
+    need = exactly([*works, (candidate, 0)], z=2.326)
+    if counts and need > KV_SHARE * capacity + 1:
+        assert not verdict.admitted
+
+
+@QUICK
+@given(lots, st.integers(0, 6000), st.integers(1000, 120_000), st.integers(0, 50_000))
+def test_more_memory_never_turns_an_admission_into_a_refusal(
+    drawn: list[tuple[str, str, int, int, int | None, int]], prompt: int, capacity: int, more: int
+) -> None:
+    lengths = Lengths()
+    sums = Account(URGENT, lengths)
+    sums.progressed([Running(one, 1, shown, True) for one, shown in some_works(drawn)], NOW_S)
+    means, variances = forecast(work("x"), 0, (), lengths)
+    asked = Asked(prompt, 1, None, means, tuple(a + b for a, b in zip(sums.sums.variances, variances, strict=True)))
+
+    verdicts = []
+    for size in (capacity, capacity + more):
+        scene = replace(SCENE, capacity_tokens=float(size), means=tuple(sums.sums.means), held_tokens=5000.0)
+        verdict = guards.kv(scene, asked, 2.326, patient=True)
+        assert verdict is not None
+        verdicts.append(verdict)
+
+    assert verdicts[1][0].passed or not verdicts[0][0].passed
+    assert verdicts[1][1] >= verdicts[0][1]
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["grant", "first", "end", "tick"]), st.integers(0, 11), st.integers(0, 3000)), max_size=60
+)
+
+
+def replayed(told_of: Sequence[tuple[str, int, int]]) -> Account:
+    account = Account(URGENT, Lengths())
+    shown: dict[int, int] = {}
+    for kind, number, tokens in told_of:
+        one = work(
+            f"w{number}", ("chat", "night", "scrap")[number % 3], tenant=f"t{number % 4}", prompt_tokens=900 + number
+        )
+        if kind == "grant":
+            account.granted(one, 1)
+            shown.setdefault(number, 0)
+        elif kind == "first":
+            account.first_token(FirstToken(one, "e0", 0.3), NOW_S)
+        elif kind == "end":
+            account.ended(one.id, 1)
+            shown.pop(number, None)
+        else:
+            for number_of in shown:
+                shown[number_of] += tokens % 97
+            account.progressed(
+                [
+                    Running(entry.work, 1, shown[int(entry.work.id[1:])], entry.prefilled)
+                    for entry in account.entries.values()
+                ],
+                NOW_S,
+            )
+    return account
+
+
+@QUICK
+@given(events)
+def test_sums_kept_step_by_step_equal_sums_made_anew(told_of: list[tuple[str, int, int]]) -> None:
+    account = replayed(told_of)
+
+    anew = Sums()
+    for entry in account.entries.values():
+        anew.count(entry, 1)
+
+    assert account.sums.means == pytest.approx(anew.means, abs=1e-6)
+    assert account.sums.variances == pytest.approx(anew.variances, rel=1e-6, abs=1e-3)
+    assert {name: count for name, count in account.sums.works.items() if count} == anew.works
+    assert (account.sums.pending_urgent, account.sums.pending_patient) == (anew.pending_urgent, anew.pending_patient)
+    assert account.sums.held_tokens == anew.held_tokens
+
+
+@QUICK
+@given(lots, st.randoms(use_true_random=False))
+def test_no_decision_depends_on_the_order_of_what_runs(
+    drawn: list[tuple[str, str, int, int, int | None, int]], rng: random.Random
+) -> None:
+    works = some_works(drawn)
+    shuffled = list(works)
+    rng.shuffle(shuffled)
+    counts: dict[str, int] = {"code": 2}
+    for one, _ in works:
+        counts[one.class_name] = counts.get(one.class_name, 0) + 1
+    verdicts = []
+    for some, names in ((works, sorted(counts)), (shuffled, sorted(counts, reverse=True))):
+        ledger = TokenLedger(POLICY)
+        ledger.on_event(Progressed("e0", [Running(one, 1, shown, True) for one, shown in some]), NOW_S)
+        held = sum(one.prompt_tokens + shown for one, shown in works)
+        view = told({name: counts[name] for name in names}, kv_tokens=held, used=min(1.0, held / CAPACITY))
+        ledger.on_event(Sampled(view), NOW_S)
+        verdicts.append(ledger.admit(work("x", "night", prompt_tokens=700), view, NOW_S))
+
+    assert [(one.guard, one.passed) for one in verdicts[0].guards] == [
+        (one.guard, one.passed) for one in verdicts[1].guards
+    ]
+    assert [one.value for one in verdicts[0].guards] == pytest.approx([one.value for one in verdicts[1].guards])
+
+
+def test_works_of_other_processes_count_by_what_their_class_makes() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 4)
+    alone = reading(ledger.admit(work("x", "night"), view, NOW_S), Guard.KV)[0]
+
+    beside = ledger.admit(work("x", "night"), replace(view, in_flight={"night": 4, "scrap": 6}), NOW_S)
+
+    assert reading(beside, Guard.KV)[0] > alone + 6 * 200
+
+
+# -- guards ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_will_be_needed_is_refused_though_it_is_free_now() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 16)
+
+    verdict = ledger.admit(work("x", "night", prompt_tokens=2000), view, NOW_S)
+
+    value, threshold, passed = reading(verdict, Guard.KV)
+    assert view.kv_tokens + 2000 < threshold < value
+    assert not passed
+    assert ledger.steps_to_overflow("e0") in HORIZONS
+
+
+def test_an_urgent_work_gets_the_memory_that_is_kept_from_bulk() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 16)
+
+    assert ledger.admit(work("x", "chat", prompt_tokens=2000), view, NOW_S).admitted
+
+
+def test_bulk_waits_while_urgent_prompts_wait_in_the_queue() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 1)
+    free = ledger.admit(work("x", "night", prompt_tokens=100), view, NOW_S)
+
+    ledger.on_event(Sampled(view, {"chat": 50}), NOW_S)
+
+    assert free.admitted
+    assert not reading(ledger.admit(work("x", "night", prompt_tokens=100), view, NOW_S), Guard.TTFT)[2]
+
+
+def test_urgent_prompts_beyond_the_pipe_stay_where_their_order_can_change() -> None:
+    ledger = TokenLedger(POLICY)
+    some = [work(f"c{number}", "chat", prompt_tokens=3000) for number in range(3)]
+    pending = 0
+    admitted = []
+    for number, one in enumerate(some):
+        view = told({"chat": number, "night": 1}, kv_tokens=pending, prefill_tokens=pending)
+        admitted.append(ledger.admit(one, view, NOW_S).admitted)
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+        pending += one.prompt_tokens
+
+    assert admitted == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("guard", "scene", "passes"),
+    [
+        (Guard.TPOT, {"tpot_s": 0.05, "gap_s": 0.04}, True),
+        (Guard.TPOT, {"tpot_s": 0.05, "gap_s": 0.06}, False),
+        (Guard.TPOT, {"tpot_s": 0.005, "gap_s": None}, False),
+        (Guard.KNEE, {"held_tokens": 10_000.0}, True),
+        (Guard.KNEE, {"held_tokens": 1e6}, False),
+        (Guard.STALL, {"pending_patient": 0.0}, True),
+        (Guard.STALL, {"pending_patient": 9000.0}, False),
+        (Guard.TTFT, {"pending_urgent": 1000.0}, True),
+        (Guard.TTFT, {"pending_urgent": 9000.0}, False),
+        (Guard.SEATS, {"seats": 16, "patient": 13}, True),
+        (Guard.SEATS, {"seats": 16, "patient": 14}, False),
+    ],
+)
+def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], passes: bool) -> None:
+    account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
+    here = replace(SCENE, **scene)  # type: ignore[arg-type]  # fields by name, from the table
+    asked = Asked(500, 1, None, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    ask: dict[Guard, Callable[[], object]] = {
+        Guard.TPOT: lambda: guards.gaps(here, asked, account.step),
+        Guard.KNEE: lambda: guards.knee(here, asked, account.step, fields),
+        Guard.STALL: lambda: guards.stall(here, asked, account.step, fields),
+        Guard.TTFT: lambda: guards.first_token(here, asked, account.step, fields),
+        Guard.SEATS: lambda: guards.seats(here, asked, patient=True),
+    }
+
+    found = ask[guard]()
+
+    assert isinstance(found, GuardReading)
+    assert (found.guard, found.passed) == (guard, passes)
+
+
+def test_a_prompt_too_long_for_the_rule_passes_now_and_then_when_nothing_is_pending() -> None:
+    account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
+    huge = Asked(38_000, 1, None, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    due = replace(SCENE, oversize_due=True)
+
+    assert guards.stall(due, huge, account.step, fields).passed
+    assert not guards.stall(SCENE, huge, account.step, fields).passed
+    assert not guards.stall(replace(due, pending_urgent=10.0), huge, account.step, fields).passed
+
+
+@pytest.mark.parametrize(
+    ("change", "guard"),
+    [
+        ({"gpu_memory_free_fraction": fresh(0.02)}, Guard.VRAM),
+        ({"gpu_heat_margin_c": fresh(2.0)}, Guard.THERMAL),
+    ],
+)
+def test_a_gpu_at_its_limit_gets_nothing_more(change: dict[str, Reading], guard: Guard) -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 2)
+    ledger.on_event(Sampled(replace(view, gpu_memory_free_fraction=fresh(0.2))), NOW_S)
+
+    verdict = ledger.admit(work("x", "night"), replace(view, **change), NOW_S)  # type: ignore[arg-type]
+
+    assert verdict.binding is guard
+
+
+def test_an_engine_that_fills_its_gpu_on_purpose_is_judged_by_the_rise() -> None:
+    ledger = TokenLedger(POLICY)
+    view = replace(running(ledger, 2), gpu_memory_free_fraction=fresh(0.04))
+    ledger.on_event(Sampled(view), NOW_S)
+
+    assert ledger.admit(work("x", "night"), view, NOW_S).admitted
+    assert not ledger.admit(work("x", "night"), replace(view, gpu_memory_free_fraction=fresh(0.01)), NOW_S).admitted
+
+
+# -- the window --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_window_grows_by_half_a_second_until_the_first_hold_and_by_a_twentieth_after() -> None:
+    growth = Growth(4.0, 1000.0)
+    for tick in range(33):
+        growth.tick(held=int(growth.limit), backlog=True, clear=True, now_s=tick / 4)
+    fast = growth.limit
+
+    growth.tick(held=int(growth.limit), backlog=True, clear=False, now_s=9.0)
+    held = growth.limit
+    growth.tick(held=int(growth.limit), backlog=True, clear=True, now_s=9.25)
+
+    assert fast > 4 * 1.5**7
+    assert held == fast
+    assert growth.limit == pytest.approx(1.05 * fast)
+
+
+@pytest.mark.parametrize(("held", "backlog"), [(3, True), (10, False)])
+def test_a_window_that_is_not_needed_does_not_grow(held: int, backlog: bool) -> None:
+    growth = Growth(10.0, 100.0, new=False)
+
+    growth.tick(held=held, backlog=backlog, clear=True, now_s=1.0)
+
+    assert growth.limit == 10.0
+
+
+def test_a_window_is_cut_once_in_a_dead_time_to_a_part_of_what_is_in_flight() -> None:
+    growth = Growth(100.0, 100.0)
+
+    cuts = [growth.cut(0.7, held=39, now_s=at) for at in (1.0, 1.5, 3.1)]
+
+    assert cuts == [True, False, True]
+    assert growth.limit == pytest.approx(0.7 * 0.7 * 40)
+
+
+def test_an_eviction_by_the_engine_cuts_the_window_and_a_second_one_halves_the_risk() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 3)
+    before = ledger.window(view, "night").requests
+    needs = []
+    for evictions, at_s in ((1.0, 1.0), (2.0, 9.0)):
+        ledger.on_event(Sampled(replace(view, preemptions_total=fresh(evictions)), {"night": 8}), NOW_S + at_s)
+        needs.append(reading(ledger.admit(work("x", "night"), view, NOW_S + at_s), Guard.KV)[0])
+
+    assert before is not None
+    after = ledger.window(view, "night").requests
+    assert after is not None
+    assert after < before
+    assert needs[1] > needs[0]
+
+
+def test_late_first_tokens_cut_the_window() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 3)
+    before = ledger.window(view, "night").requests
+    for number in range(6):
+        late = work(f"late{number}", "chat", accepted_s=NOW_S - 2)
+        ledger.on_event(Granted(late, "e0", 1), NOW_S)
+        ledger.on_event(FirstToken(late, "e0", 1.9), NOW_S)
+
+    ledger.on_event(Sampled(view, {"night": 8}), NOW_S)
+
+    after = ledger.window(view, "night").requests
+    assert before is not None
+    assert after is not None
+    assert after < before
+
+
+# -- what is not known -------------------------------------------------------------------------------------------------
+
+
+def test_missed_polls_keep_memory_free_and_stop_growth() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 3)
+    sure = reading(ledger.admit(work("x", "night"), view, NOW_S), Guard.KV)[0]
+    stale = told({"night": 3}, kv_tokens=view.kv_tokens, age_s=2.5)
+
+    ledger.on_event(Sampled(stale, {"night": 8}), NOW_S + 2.5)
+
+    assert reading(ledger.admit(work("x", "night"), stale, NOW_S), Guard.KV)[0] >= sure + 0.1 * CAPACITY
+
+
+def test_an_engine_that_fell_silent_is_held_to_what_it_bore() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 8)
+    silent = told({"night": 8}, kv_tokens=view.kv_tokens, age_s=30.0)
+
+    ledger.on_event(Sampled(silent, {"night": 8}), NOW_S + 30)
+
+    value, threshold, passed = reading(ledger.admit(work("x", "night"), silent, NOW_S + 30), Guard.STALE)
+    assert threshold == pytest.approx(view.kv_tokens)
+    assert not passed
+    assert value > threshold
+
+
+def test_an_engine_without_metrics_is_bounded_by_tokens_that_grow_while_it_answers_in_time() -> None:
+    box = BlackBox()
+    start = box.limit_tokens
+    for tick in range(20):
+        box.tick(box.limit_tokens, worst=0.2, gap_s=0.02, now_s=tick / 4)
+    grown = box.limit_tokens
+
+    box.tick(box.limit_tokens, worst=0.9, gap_s=0.02, now_s=5.0)
+    box.tick(box.limit_tokens, worst=0.9, gap_s=0.02, now_s=5.25)
+
+    assert grown > 4 * start
+    assert box.limit_tokens == pytest.approx(0.85 * grown)
+    assert box.peak_tokens == grown
+
+
+def test_a_silent_engine_whose_gaps_tear_is_given_less() -> None:
+    box = BlackBox()
+    for tick in range(8):
+        box.tick(0, worst=None, gap_s=0.02, now_s=tick / 4)
+    before = box.limit_tokens
+
+    box.tick(before, worst=None, gap_s=0.2, now_s=3.0)
+
+    assert box.limit_tokens < before
+
+
+def test_a_restarted_engine_begins_anew_and_keeps_its_speed() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 3)
+    for tick in range(1, 60):
+        ledger.on_event(Sampled(replace(view, kv_used_fraction=fresh(0.5)), {"night": 8}), NOW_S + tick)
+    foreign = reading(ledger.admit(work("x", "night"), view, NOW_S + 60), Guard.KV)[0]
+
+    ledger.on_event(Sampled(replace(told({"night": 3}, kv_tokens=view.kv_tokens, started_s=99.0)), {}), NOW_S + 60)
+
+    assert reading(ledger.admit(work("x", "night"), view, NOW_S + 60), Guard.KV)[0] < foreign - 5000
+    assert ledger.window(view, "night").requests == 4
+
+
+def test_lengths_are_learned_from_what_ends() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 2)
+    before = reading(ledger.admit(work("x", "night"), view, NOW_S), Guard.KV)[0]
+    for number in range(200):
+        one = work(f"d{number}", "night")
+        done = Outcome(one.id, "night", "t", "m", "e0", Result.COMPLETED, "", 200, 1, 10, 20, 9.0)
+        ledger.on_event(Finished(one, "e0", done), NOW_S)
+
+    ledger.on_event(Sampled(view), NOW_S + 10)
+    ledger.on_event(Progressed("e0", [Running(work(f"night{n}", "night"), 1, 50, True) for n in range(2)]), NOW_S + 10)
+
+    assert reading(ledger.admit(work("x", "night"), view, NOW_S), Guard.KV)[0] < before - 800
+
+
+def test_without_any_reading_of_memory_no_number_is_made_up() -> None:
+    ledger = TokenLedger(POLICY)
+    silent = replace(told({"night": 1}), kv_capacity_tokens=UNKNOWN, kv_used_fraction=UNKNOWN)
+
+    verdict = ledger.admit(work("x", "night"), silent, NOW_S)
+
+    assert Guard.KV not in {one.guard for one in verdict.guards}
+    assert reading(verdict, Guard.STALE)[2]
