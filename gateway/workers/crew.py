@@ -117,9 +117,9 @@ class Crew:
             await place.served.wait()
 
     async def tell(self, within_s: float) -> None:
-        """Have every process report in full; one that is slow keeps nobody longer than this."""
+        """Have every process that has begun to report do so in full; a slow one keeps nobody longer than this."""
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(child.tell()) for child in self.children]
+            asked = [group.create_task(child.tell()) for child in self.children if child.heard]
             if asked:
                 await asyncio.wait(asked, timeout=within_s)
             for task in asked:

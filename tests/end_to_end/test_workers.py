@@ -219,9 +219,10 @@ async def test_a_dead_workers_gauges_are_gone_and_the_others_are_not(stage: Stag
 
 async def test_a_killed_worker_takes_only_its_own_requests_and_frees_its_places_at_once(stage: Stage) -> None:
     async with stage.streams(PLACES) as (held, clients), asyncio.TaskGroup() as group:
+        streaming = max(await stage.workers(), key=lambda worker: int(worker["in_flight"]))
         waiting = [group.create_task(status_of(stage.gateway.port)) for _ in range(PLACES)]
         await until(lambda: stage.metric('headrace_queued{class="interactive"}'), lambda queued: queued == PLACES)
-        victim = max(await stage.workers(), key=lambda worker: int(worker["in_flight"]))
+        victim = next(worker for worker in await stage.workers() if worker["pid"] == streaming["pid"])
         stage.engine.play = hello
 
         os.kill(victim["pid"], signal.SIGKILL)
@@ -232,7 +233,8 @@ async def test_a_killed_worker_takes_only_its_own_requests_and_frees_its_places_
         whole = [await ended(client) for client in clients]
 
     assert freed_s < 1.0
-    assert set(statuses) == {0, 200}
+    assert set(statuses) <= {0, 200}
+    assert statuses.count(200) >= PLACES / 2
     assert statuses.count(0) + whole.count(False) == victim["in_flight"]
     assert whole.count(True) >= PLACES / 2
 

@@ -5,6 +5,7 @@
     refuse      ends with code 2 before it serves
     short       serves and ends with code 1 at once
     stubborn    serves and hears nothing
+    slow        is as long in starting as a test lasts
 
 It uses the standard library alone, and its words are those of JSON, so that it checks the channel's form from outside.
 """
@@ -29,6 +30,8 @@ def main() -> int:
     start = json.loads(lines.readline())
     if word == "refuse":
         return 2
+    if word == "slow":
+        time.sleep(60)
     wake, waker = socket.socketpair()
     wake.setblocking(False)
     waker.setblocking(False)

@@ -276,6 +276,17 @@ async def test_all_report_when_asked_and_a_frozen_one_costs_no_more_than_its_bou
     assert sum(1 for report in stage.reports if report.answers) == 2, "those who ask together share one answer"
 
 
+async def test_nobody_waits_for_a_process_that_has_only_begun_to_start(stage: Stage) -> None:
+    stage.words["a"] = "slow"
+    os.kill(stage.now("a").pid, signal.SIGKILL)
+    await until(lambda: len(stage.started) > len(NAMES) and stage.started[-1].pid)
+
+    async with asyncio.timeout(2):
+        await stage.crew.tell(30)
+
+    assert not stage.started[-1].up.is_set()
+
+
 async def test_counts_are_handed_on_as_they_come(stage: Stage) -> None:
     assert [report.counts for report in stage.reports if report.counts] == [
         {"headrace_sheds_total": [[["bulk", "queue_full"], 1]]}
