@@ -195,8 +195,9 @@ class Crew:
                 noting = group.create_task(_note(child.up, place.served))
                 await child.run()
                 noting.cancel()
-        except* OSError as error:
-            self._log.error("process cannot be started", process=place.name, reason=str(error.exceptions[0]))
+        except* Exception as error:
+            # It could not be started, or said what nobody understands: it is gone, and the others are not its business.
+            self._log.error("process failed", process=place.name, pid=child.pid, reason=str(error.exceptions[0]))
         finally:
             self.children.remove(child)
             if not self.children:

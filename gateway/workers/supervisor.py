@@ -168,6 +168,7 @@ class Supervisor:
 
     async def _reload_on_hangup(self) -> None:
         with _event_on(signal.SIGHUP) as hangup:
+            await self._crew.served()
             while True:
                 await hangup.wait()
                 hangup.clear()
@@ -313,7 +314,7 @@ def _answers(child: Child | None) -> bool:
 
 
 def _believed(child: Child) -> bool:
-    """What it said last of leading is still to be believed: it reports twice a second, frozen or lost it does not."""
+    """What it said last of leading is still to be believed: it reports a few times a second, frozen or lost it does not."""
     return child.unheard_s < BELIEVED_S
 
 

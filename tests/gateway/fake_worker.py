@@ -5,6 +5,7 @@
     refuse      ends with code 2 before it serves
     short       serves and ends with code 1 at once
     stubborn    serves and hears nothing
+    garbled     serves and then says what is no report
     slow        is as long in starting as a test lasts
 
 It uses the standard library alone, and its words are those of JSON, so that it checks the channel's form from outside.
@@ -45,7 +46,9 @@ def main() -> int:
     say(counts={"headrace_sheds_total": [[["bulk", "queue_full"], 1]]})
     if word == "short":
         return 1
-    if word == "stubborn":
+    if word == "garbled":
+        end.sendall(b'{"up": "perhaps"}\n')
+    if word in {"stubborn", "garbled"}:
         while True:
             time.sleep(60)
     while True:

@@ -138,6 +138,15 @@ async def test_one_that_dies_young_again_and_again_is_tried_ever_more_slowly(sta
     assert [place.early_deaths >= 6 for place in stage.crew.places] == [False, True, False]
 
 
+async def test_one_that_says_what_nobody_understands_is_ended_and_replaced(stage: Stage) -> None:
+    stage.words["a"] = "garbled"
+    os.kill(stage.now("a").pid, signal.SIGKILL)
+    await until(lambda: len([child for child in stage.ended if child.name == "a"]) == 2)
+
+    assert stage.ended[1].exit_code == -signal.SIGKILL
+    assert not stage.now("b").leaving.is_set()
+
+
 async def test_a_process_that_does_not_start_ends_the_whole() -> None:
     stage = Stage(QUICK)
     stage.words["b"] = "refuse"
