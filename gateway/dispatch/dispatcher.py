@@ -122,6 +122,10 @@ class Dispatcher:
             return None if placement is None else self._grant(placement, now_s)
         return self._start_on_credit(work, policy)
 
+    def start_on_share(self, work: Work) -> Grant | None:
+        """Grant a work that waits in this process while the store cannot be reached, if our share of a place is free."""
+        return self._start_on_credit(work, self._store.current) if self._presence.failing else None
+
     def accept(self, work: Work, grant: Grant) -> None:
         """An owner in this process takes a grant up, whoever gave it: count it here if it is not counted yet."""
         if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:

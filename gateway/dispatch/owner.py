@@ -5,7 +5,8 @@ is removed from the queue when it ends, however it ends. The queue is an index t
 was lost or the store forgot (a flush, a failover without data), every work that waits here is written again.
 
 Grants reach it in two ways: straight from the dispatcher when this process leads, else from the store, read on the bell
-and on a timer. An epoch below the highest seen and a grant that has expired are refused and given back.
+and on a timer. An epoch below the highest seen and a grant that has expired are refused and given back. While the store
+cannot be reached nobody grants: then what waits here starts on the share that this process keeps, earliest rank first.
 
 One writer: the process itself. Removals are gathered and retried until the store has taken them or the session that
 wrote them is gone, so that a cancelled client never leaves an entry behind.
@@ -40,6 +41,13 @@ class QueueFull(Exception):
 class _Waiter:
     work: Work
     granted: asyncio.Future[Grant] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    entering: asyncio.Timeout | None = None
+
+    def start(self, grant: Grant) -> None:
+        """Wait no longer, neither for the store to take the work."""
+        self.granted.set_result(grant)
+        if self.entering is not None:
+            self.entering.reschedule(0.0)
 
 
 class Owner:
@@ -99,8 +107,10 @@ class Owner:
         self._waiting[work.id] = waiter
         dispatcher.entered(work)
         try:
-            await self._enter(work, max_queue)
-            dispatcher.wake()
+            self._start_on_share()
+            if not waiter.granted.done():
+                await self._entered(waiter, max_queue)
+                dispatcher.wake()
             return await waiter.granted
         except BaseException:
             if waiter.granted.done() and not waiter.granted.cancelled():
@@ -117,6 +127,7 @@ class Owner:
         self._dispatcher.finished(work, grant, outcome)
         if outcome is not None:
             self._forget(work.id)
+        self._start_on_share()
 
     def ended(self, work: Work) -> None:
         """A work is over without a grant in force; whatever the queue still holds of it goes."""
@@ -153,6 +164,7 @@ class Owner:
             if not self._presence.sole:
                 group.create_task(self._take_forever(), name="take grants")
                 group.create_task(self._listen(), name="session bell")
+                group.create_task(self._share_forever(), name="start on share")
 
     async def close(self) -> None:
         """Take what has ended out of the queue, once more; what cannot be told ends with the session."""
@@ -163,6 +175,42 @@ class Owner:
         """Settle everything that has ended. Raises QueueUnavailable."""
         while self._settle:
             await self._settle_some()
+
+    def _start_on_share(self) -> None:
+        """Cut off from the store: start what fits our share. Works alike are passed over once one of them did not fit."""
+        dispatcher = self._dispatcher
+        assert dispatcher is not None
+        if not self._presence.failing or not self._waiting:
+            return
+        full: set[tuple[str, str]] = set()
+        for waiter in sorted(self._waiting.values(), key=lambda one: one.work.rank):
+            work = waiter.work
+            if waiter.granted.done() or (work.class_name, work.model) in full:
+                continue
+            grant = dispatcher.start_on_share(work)
+            if grant is None:
+                full.add((work.class_name, work.model))
+                continue
+            if work.id in self._entries:
+                self._entries[work.id] = grant.attempt
+            waiter.start(grant)
+
+    async def _share_forever(self) -> None:
+        """A share is free again when a work ends; that we are cut off shows at no work's end."""
+        while True:
+            await asyncio.sleep(TAKE_S)
+            self._start_on_share()
+
+    async def _entered(self, waiter: _Waiter, max_queue: Mapping[str, int]) -> None:
+        """Write a work into the store, unless it is granted before the store answers."""
+        try:
+            async with asyncio.timeout(None) as waiter.entering:
+                await self._enter(waiter.work, max_queue)
+        except TimeoutError:
+            if not waiter.granted.done():
+                raise
+        finally:
+            waiter.entering = None
 
     async def _enter(self, work: Work, max_queue: Mapping[str, int]) -> None:
         if work.id in self._entries:
