@@ -47,6 +47,7 @@ from gateway.logs import Log
 from gateway.queue.base import Queue
 from gateway.queue.embedded import EmbeddedValkey
 from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.recorder import Recorder, installation_key
 from gateway.settings import Settings
 from gateway.telemetry import (
     BODIES_HELD,
@@ -150,9 +151,10 @@ class Gateway:
         no_keys = KeyRing()
         queue = await self._open_queue(stack)
 
+        recorder = self._open_recorder(stack, session_id := f"{self._rng.getrandbits(64):016x}")
+
         self.ledger = Ledger()
         self.roster = Roster(Engine(engine, self.ledger[engine.name], settings.poll_s) for engine in settings.engines)
-        session_id = f"{self._rng.getrandbits(64):016x}"
         self.sizing = FollowingSizing(self.store.current)
         self.store.subscribe(self._policy_changed)
         self.member = Member(
@@ -186,6 +188,7 @@ class Gateway:
             log=self._log,
             work_ids=session_id,
             on_outcome=self._on_outcome,
+            record=None if recorder is None else recorder.record,
         )
         self.poller = Poller(
             self.roster,
@@ -239,6 +242,8 @@ class Gateway:
             runs["gpu watch"] = self.gpu_watch.run
         if self._role is not Role.DECIDER:
             runs["watchdog"] = self.watchdog.run
+        if recorder is not None:
+            runs["recorder"] = recorder.run
         if keys is not None:
             runs["keys"] = keys.run
         if self._valkey is not None:
@@ -260,6 +265,16 @@ class Gateway:
         if warning:
             self._log.warning("queue store may lose entries", reason=warning)
         return queue
+
+    def _open_recorder(self, stack: AsyncExitStack, name: str) -> Recorder | None:
+        """The log of traffic, where one is wanted and requests come in."""
+        settings = self.settings.recorder
+        if settings.folder is None or self._role is Role.DECIDER:
+            return None
+        key = installation_key(self.settings.state_dir)
+        recorder = Recorder(settings, settings.folder, key=key, name=name, wall_s=self._clock.pool_s, log=self._log)
+        stack.push_async_callback(recorder.close)
+        return recorder
 
     async def _listen(self, stack: AsyncExitStack) -> None:
         """Admin first, so that probes can see the start; the public listener only when all else runs."""

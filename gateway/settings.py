@@ -82,6 +82,21 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class RecorderSettings:
+    """The log of traffic (gateway.recorder).
+
+    folder          where its files lie; None records nothing
+    file_bytes      size of one file; files: how many are kept, of all processes together
+    prefix_hashes   also keep keyed hashes of the beginnings of prompts
+    """
+
+    folder: Path | None = None
+    file_bytes: int = 8 * MIB
+    files: int = 16
+    prefix_hashes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """The whole of it. `redis_url` None: a private Valkey is started (gateway.queue.embedded).
 
@@ -110,5 +125,6 @@ class Settings:
     poll_s: float = 0.5
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
+    recorder: RecorderSettings = RecorderSettings()
     log_format: str = "auto"
     log_level: str = "info"

@@ -31,10 +31,11 @@ from gateway.addresses import (
 )
 from gateway.logs import FORMATS, LEVELS
 from gateway.queue.store_url import StoreUrlError, parse_store_url, shown
-from gateway.settings import EngineSettings, GpuSettings, Limits, Settings, Timeouts
+from gateway.settings import EngineSettings, GpuSettings, Limits, RecorderSettings, Settings, Timeouts
 from policies.yaml_source import Finding, load
 
 WORKERS_MAX = 256
+FILE_BYTES_MIN = 64 * 1024
 """A bound against slips of the pen; far above any machine where more would help."""
 
 
@@ -113,6 +114,10 @@ def read_file(path: Path, environ: Mapping[str, str]) -> Settings:
     for name, section in (("timeouts", Timeouts), ("limits", Limits)):
         if name in values:
             values[name] = section(**cast("BaseModel", values[name]).model_dump())
+    if "recorder" in values:
+        folder = document.recorder.folder
+        recorder = RecorderSettings(**document.recorder.model_dump())
+        values["recorder"] = dataclasses.replace(recorder, folder=None if folder is None else path.parent / folder)
     if "aliases" in values:
         values["aliases"] = tuple(values["aliases"].items())
     return Settings(**values)
@@ -263,6 +268,17 @@ TimeoutsSection = _section("TimeoutsSection", Timeouts)
 LimitsSection = _section("LimitsSection", Limits)
 
 
+class RecorderSection(BaseModel):
+    """The log of traffic; leave it out to record nothing."""
+
+    model_config = _STRICT
+
+    folder: Path | None = None
+    file_bytes: Annotated[int, Field(ge=FILE_BYTES_MIN)] = RecorderSettings().file_bytes
+    files: Annotated[int, Field(ge=2)] = RecorderSettings().files
+    prefix_hashes: bool = False
+
+
 class SettingsDocument(BaseModel):
     """The whole of `headrace.yaml`; names and meanings are those of `gateway.settings.Settings`."""
 
@@ -285,5 +301,6 @@ class SettingsDocument(BaseModel):
     poll_s: Positive = 0.5
     timeouts: TimeoutsSection = TimeoutsSection()  # type: ignore[valid-type]
     limits: LimitsSection = LimitsSection()  # type: ignore[valid-type]
+    recorder: RecorderSection = RecorderSection()
     log_format: Literal["auto", "json", "human"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+BLOCK_TOKENS = 16
+"""Tokens of one block, as vLLM has it unless told otherwise."""
+
 
 class FreeBlocks:
     """Blocks without a memory.

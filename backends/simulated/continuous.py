@@ -222,7 +222,7 @@ class ContinuousScheduler(Seats):
 
     def _cached(self, sequence: Sequence, found: tuple[int, ...]) -> int:
         """Tokens that need not be computed: those found, or without a cache what the sequence says was found."""
-        if self.limits.prefix_caching:
+        if self.limits.prefix_caching and sequence.block_ids:
             return len(found) * self.limits.block_tokens
         cached = min(sequence.cached_prompt_tokens, sequence.prompt_tokens - 1)
         return cached - cached % self.limits.block_tokens

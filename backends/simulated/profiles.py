@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from backends.simulated.blocks import BLOCK_TOKENS
 from backends.simulated.continuous import ContinuousLimits, ContinuousScheduler, SchedulingPolicy
 from backends.simulated.engine import Engine
 from backends.simulated.reserved import ReservedLimits, ReservedScheduler
@@ -66,7 +67,7 @@ class EngineOptions:
     kv_tokens: int | None = None
     max_model_len: int | None = None
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
-    block_tokens: int = 16
+    block_tokens: int = BLOCK_TOKENS
     prefix_caching: bool = False
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from backends.simulated.profiles import load_profile, profile_names
+from backends.simulated.profiles import EngineOptions, load_profile, profile_names
 from gateway.control.policy_store import read_policy
 from gateway.logs import Logs
 from gateway.replay.figures import Figures, figures
@@ -42,13 +42,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="replay a trace in virtual time",
         description="Replay recorded traffic against a policy and simulated engines, in virtual time.",
     )
-    parser.add_argument("trace", type=Path, help="CSV: arrival_s,prompt_tokens,output_tokens[,tenant,class,prefix]")
+    parser.add_argument(
+        "trace", type=Path, help="CSV: arrival_s,prompt_tokens,output_tokens[,tenant,class,prefix]; a recorder's folder"
+    )
     parser.add_argument("--policy", type=Path, metavar="FILE", help="policy document (preset balanced)")
     parser.add_argument(
         "--engine",
         action="append",
         metavar="[NAME=]PROFILE",
         help=f"an engine; repeatable (h100_llama31_8b_tp1); one of {', '.join(profile_names())}, or a .json file",
+    )
+    parser.add_argument(
+        "--prefix-caching",
+        action="store_true",
+        help="engines find beginnings of prompts again, where the trace names them",
     )
     parser.add_argument("--rate", type=float, default=1.0, metavar="X", help="times the trace's density (1)")
     parser.add_argument("--from", dest="from_s", type=float, default=0.0, metavar="SECONDS", help="where to begin (0)")
@@ -91,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    engines = tuple(_engine(text) for text in args.engine or ["h100_llama31_8b_tp1"])
+    options = EngineOptions(prefix_caching=args.prefix_caching)
+    engines = tuple(_engine(text, options) for text in args.engine or ["h100_llama31_8b_tp1"])
     names = [engine.name for engine in engines]
     if len(set(names)) < len(names):
         raise SettingsError(f"replay: --engine {' '.join(names)}: names must differ; write NAME=PROFILE")
@@ -124,10 +132,10 @@ def _plan(args: argparse.Namespace) -> Plan:
     )
 
 
-def _engine(text: str) -> EngineSpec:
+def _engine(text: str, options: EngineOptions) -> EngineSpec:
     name, given, profile = text.rpartition("=")
     try:
-        return EngineSpec(name if given else Path(profile).stem, load_profile(profile))
+        return EngineSpec(name if given else Path(profile).stem, load_profile(profile), options)
     except ValueError as error:
         raise SettingsError(f"replay: --engine {text}: {error}") from None
 

@@ -80,8 +80,12 @@ class Service:
         log: Log,
         work_ids: str,
         on_outcome: Callable[[Outcome], None] | None = None,
+        record: Callable[[Work, Outcome, bytes], None] | None = None,
     ) -> None:
-        """work_ids: prefix of this process's work ids, unique among the pool's processes."""
+        """work_ids: prefix of this process's work ids, unique among the pool's processes.
+
+        record: told of each work that ended, with the client's body.
+        """
         self._timeouts = settings.timeouts
         self._aliases = dict(settings.aliases)
         self._store = store
@@ -94,6 +98,7 @@ class Service:
         self._rng = rng
         self._log = log
         self._on_outcome = on_outcome
+        self._record = record
         self._ids = (f"{work_ids}-{number:x}" for number in itertools.count(1))
         self._affinity = Affinity()
         self._flow = Flow()
@@ -435,6 +440,8 @@ class Service:
         self._telemetry.observe_outcome(outcome, sla_met=_sla_met(outcome, work, policy))
         if self._on_outcome is not None:
             self._on_outcome(outcome)
+        if self._record is not None:
+            self._record(work, outcome, exchange.body)
         if outcome.result not in _QUIET:
             self._log.warning(
                 "request failed",

@@ -25,6 +25,7 @@ from typing import cast
 
 from backends.base import Backend
 from backends.simulated import sequence as simulated
+from backends.simulated.blocks import BLOCK_TOKENS
 from gateway.clock import PoolClock
 from gateway.control.policy_store import PolicyStore
 from gateway.control.poller import Poller
@@ -632,6 +633,7 @@ def _sequence(id: str, request: Request, priority: int = 0) -> simulated.Sequenc
         output_tokens=request.output_tokens,
         priority=priority,
         cached_prompt_tokens=request.cached_prompt_tokens,
+        block_ids=request.block_ids(BLOCK_TOKENS) if request.prefix_ids else (),
     )
 
 
