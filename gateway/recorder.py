@@ -112,7 +112,7 @@ class Recorder:
 
     def _tenant_hash(self, tenant: str) -> str:
         hasher = self._hasher.copy()
-        hasher.update(tenant.encode())
+        hasher.update(tenant.encode(errors="surrogatepass"))
         return hasher.hexdigest()
 
     def _prefix_hashes(self, body: bytes) -> str:
@@ -148,7 +148,7 @@ class _Ring:
         for start in range(0, len(rows), _CHUNK_ROWS):
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows(rows[start : start + _CHUNK_ROWS])
-            data = text.getvalue().encode()
+            data = text.getvalue().encode(errors="replace")
             if self._path is None or not self._path.exists() or self._written_bytes + len(data) > self._file_bytes:
                 self._open()
             self._file.write(data)
