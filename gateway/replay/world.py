@@ -18,22 +18,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
-from backends.base import Backend
 from backends.simulated import sequence as simulated
 from backends.simulated.blocks import BLOCK_TOKENS
-from gateway.clock import PoolClock
-from gateway.control.policy_store import PolicyStore
-from gateway.control.poller import Poller
-from gateway.control.roster import Engine, Roster
-from gateway.dispatch.dispatcher import LOOK_AHEAD_OTHER, Dispatcher
-from gateway.dispatch.flow import Flow
-from gateway.dispatch.ledger import Ledger
-from gateway.dispatch.member import Member
+from gateway.dispatch.dispatcher import LOOK_AHEAD_OTHER
 from gateway.dispatch.owner import QueueFull
 from gateway.dispatch.service import MAX_ATTEMPTS
 from gateway.exchange import Facts
@@ -41,9 +31,9 @@ from gateway.logs import Log
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.replay.host import MODEL, Attempt, EngineHost, EngineSpec
 from gateway.replay.loop import VirtualLoop, run
+from gateway.replay.replica import Replica
 from gateway.replay.rows import UNFINISHED, Row
 from gateway.replay.trace import Request
-from gateway.settings import EngineSettings
 from policies.admission import admit
 from policies.classify import Caller, classify
 from policies.limits import FollowingSizing
@@ -53,7 +43,6 @@ from policies.vocabulary import Decision, EngineState, Grant, Outcome, Result, W
 
 ORIGIN_S = 3.0
 """Loop time at which the trace begins: presence, leadership and polls have settled."""
-POLL_S = 0.5
 PATH = "/v1/completions"
 WAITING = LOOK_AHEAD_OTHER
 """Backlog works kept in the queue: a dispatcher never sees more of them at once."""
@@ -169,7 +158,26 @@ class World:
         self._backlog_number = itertools.count()
         self._over = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
-        self.replicas = [Replica(self, number, log) for number in range(plan.replicas)]
+        self.replicas = [
+            Replica(
+                number,
+                of=plan.replicas,
+                seed=plan.seed,
+                policy=plan.policy,
+                sizing=self._sizing(),
+                queue=self._queue,
+                hosts=self.hosts,
+                loop=loop,
+                on_decision=plan.on_decision or _ignore,
+                log=log,
+            )
+            for number in range(plan.replicas)
+        ]
+
+    def _sizing(self) -> SizingPolicy:
+        if self.plan.privileged is not None:
+            return self.plan.privileged(self)
+        return FollowingSizing(self.plan.policy) if self.plan.sizing is None else self.plan.sizing(self.plan.policy)
 
     @property
     def now_s(self) -> float:
@@ -516,100 +524,6 @@ class World:
             self.result.decision_s.extend(replica.dispatcher.decision_s)
 
 
-class Replica:
-    """One gateway process of the replay: the parts that `gateway.app` puts together, without the network's."""
-
-    def __init__(self, world: World, number: int, log: Log) -> None:
-        plan, loop = world.plan, world.loop
-        rng = random.Random(f"replica {number} of replay {plan.seed}")
-        queue = world._queue
-        self.world = world
-        self.clock = PoolClock(loop.time, offset_s=0.0)
-        self.flow = Flow()
-        store = PolicyStore(None, log=log, clock=self.clock, policy=plan.policy)
-        ledger = Ledger()
-        self.roster = Roster(
-            # Nothing calls an engine through its adapter here: works go to the hosts by themselves.
-            Engine(EngineSettings(name, f"http://{name}"), ledger[name], POLL_S, backend=cast("Backend", host))
-            for name, host in world.hosts.items()
-        )
-        if plan.privileged is not None:
-            self.sizing = plan.privileged(world)
-        elif plan.sizing is not None:
-            self.sizing = plan.sizing(plan.policy)
-        else:
-            self.sizing = FollowingSizing(plan.policy)
-        self._member = Member(
-            queue,
-            session_id=f"{number:016x}",
-            sole=plan.replicas == 1,
-            candidate=True,
-            store=store,
-            sizing=self.sizing,
-            roster=self.roster,
-            ledger=ledger,
-            clock=self.clock,
-            rng=rng,
-            log=log,
-            open_kind=_never_opened,
-            sink=plan.on_decision or _ignore,
-            on_heard=lambda _engine: self.dispatcher.wake_if_waiting(),
-            make_dispatcher=TimedDispatcher,
-        )
-        self.presence, self.owner = self._member.presence, self._member.owner
-        self.dispatcher = cast("TimedDispatcher", self._member.dispatcher)
-        self._poller = Poller(
-            self.roster,
-            _already_open,
-            clock=self.clock,
-            poll_s=POLL_S,
-            rng=rng,
-            active=lambda: self.presence.leads,
-            on_heard=lambda _engine: self.dispatcher.wake_if_waiting(),
-        )
-        self._running: list[asyncio.Task[None]] = []
-
-    async def start(self, background: asyncio.TaskGroup) -> None:
-        await self.presence.beat()
-        if self.presence.leads:
-            await self._poller.once(POLL_S)
-        await self._member.herald.once()
-        self._running.append(background.create_task(self._batch(), name="batcher"))
-        self._running.append(background.create_task(self._poller.run(), name="poller"))
-        for name, one in self._member.background().items():
-            self._running.append(background.create_task(one(), name=name))
-
-    def stop(self) -> None:
-        for task in self._running:
-            task.cancel()
-
-    async def _batch(self) -> None:
-        async with self._member.batcher:
-            await asyncio.get_running_loop().create_future()
-
-
-class TimedDispatcher(Dispatcher):
-    """A dispatcher that keeps how long its decisions take, in seconds of this thread's CPU time."""
-
-    __slots__ = ("decision_s",)
-
-    def __init__(self, **parts: object) -> None:
-        super().__init__(**parts)  # type: ignore[arg-type]  # passed through as they are
-        self.decision_s: list[float] = []
-
-    def start_now(self, work: Work) -> Grant | None:
-        begun_s = time.thread_time()
-        grant = super().start_now(work)
-        self.decision_s.append(time.thread_time() - begun_s)
-        return grant
-
-    async def round(self) -> bool:
-        begun_s = time.thread_time()
-        placed = await super().round()
-        self.decision_s.append(time.thread_time() - begun_s)
-        return placed
-
-
 def replay(plan: Plan, log: Log) -> Played:
     """Play a plan from beginning to end on a loop of its own."""
 
@@ -639,11 +553,3 @@ def _sequence(id: str, request: Request, priority: int = 0) -> simulated.Sequenc
 
 def _ignore(*_args: object) -> None:
     """For what nobody wants to be told."""
-
-
-async def _never_opened(engine: Engine, kind: str) -> Backend:
-    raise AssertionError(f"engine {engine.name}: kind {kind}: engines of a replay are open from the start")
-
-
-async def _already_open(engine: Engine) -> Backend | None:
-    return engine.backend
