@@ -3,8 +3,11 @@
 Learned online, since a profile of another machine is wrong by half: recursive least squares over what a gateway sees, the
 gaps between tokens and the times to first tokens. Observations are weighed by their size (a relative error counts), old
 ones fade (FORGETTING), wild ones are left out (beyond REJECT_MAD median absolute deviations), and nothing may become
-negative. The start is a prior for an engine of unknown speed, believed like PRIOR_WEIGHT observations (a ridge), so that
-a column that was never excited stays where the prior put it.
+negative. The start is a prior for an engine of unknown speed; a ridge holds every coefficient to it for ever, so that
+what was never excited stays there and works of one kind, in which two columns move together, share by the prior's ratio.
+
+The recursion is kept as its normal equations, in units of the prior, and solved anew for each observation: the usual one,
+on the inverse, loses its definiteness once a coefficient is held at 0.
 
 It does not know the engine's batch budget: prompts are taken to be prefilled in chunks of CHUNK_TOKENS.
 """
@@ -18,33 +21,32 @@ from statistics import median
 
 PRIOR = (0.012, 3e-5, 8e-8, 6e-5)
 """Seconds: per step, per sequence, per context token, per prompt token. Between a small and a large GPU with an 8B model."""
-PRIOR_DEVIATION = 0.7
-"""How far the prior may be off, as a part of itself."""
-PRIOR_WEIGHT = 4.0
+RIDGE = 0.05
+"""How many observations' worth the prior is believed."""
+UNKNOWN_ERROR = 0.7
+"""Relative error of predictions from the prior alone."""
 FORGETTING = 0.998
-NOISE = 0.1
-"""Relative error of one observation."""
 REJECT_MAD = 6.0
 ERRORS_KEPT = 64
 LEAST_ERRORS = 12
 LEAST_MAD = 0.05
 MOST_REJECTED = 8
 """So many wild ones in a row are not wild: the engine has changed."""
+LEAST_BASE = 0.02
+"""Of the prior's: every step takes some time."""
 CHUNK_TOKENS = 2048
-UNCERTAIN = 1.0
-"""Variance of a coefficient, over the prior's, past which nothing is forgotten: what is not excited is frozen."""
-
 Row = tuple[float, float, float, float]
 
 
 class StepModel:
     """See the module header. One per engine."""
 
-    __slots__ = ("_covariance", "_errors", "_rejected", "observations", "theta")
+    __slots__ = ("_errors", "_moments", "_products", "_rejected", "observations", "theta")
 
     def __init__(self) -> None:
         self.theta = list(PRIOR)
-        self._covariance = _prior_covariance()
+        self._moments = [[0.0] * 4 for _ in range(4)]
+        self._products = [0.0] * 4
         self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
         self._rejected = 0
         self.observations = 0
@@ -62,7 +64,7 @@ class StepModel:
     @property
     def error(self) -> float:
         """Typical relative error of late predictions: their median; the prior's while there are few."""
-        return median(self._errors) if len(self._errors) >= LEAST_ERRORS else PRIOR_DEVIATION
+        return median(self._errors) if len(self._errors) >= LEAST_ERRORS else UNKNOWN_ERROR
 
     def step_s(self, sequences: float, context_tokens: float) -> float:
         """A decode step without prompts: the predicted gap between tokens."""
@@ -94,21 +96,27 @@ class StepModel:
             return
         self._errors.append(error)
         self.observations += 1
-        scaled = [value / seen_s for value in row]
-        covariance = self._covariance
-        projected = [sum(line[k] * scaled[k] for k in range(4)) for line in covariance]
-        denominator = NOISE * NOISE + sum(scaled[k] * projected[k] for k in range(4))
-        innovation = 1.0 - predicted / seen_s
-        forgetting = FORGETTING if self._excited() else 1.0
-        self.theta = [
-            max(0.0, weight + gain / denominator * innovation)
-            for weight, gain in zip(self.theta, projected, strict=True)
-        ]
-        self.theta[0] = max(self.theta[0], 1e-5)
-        self._covariance = [
-            [(covariance[i][j] - projected[i] * projected[j] / denominator) / forgetting for j in range(4)]
-            for i in range(4)
-        ]
+        scaled = [value * prior / seen_s for value, prior in zip(row, PRIOR, strict=True)]
+        for i in range(4):
+            self._products[i] = FORGETTING * self._products[i] + scaled[i]
+            self._moments[i] = [FORGETTING * self._moments[i][j] + scaled[i] * scaled[j] for j in range(4)]
+        self.theta = [factor * prior for factor, prior in zip(self._solved(), PRIOR, strict=True)]
+
+    def _solved(self) -> list[float]:
+        """Coefficients over their priors: least squares with the ridge, those that would be negative held at 0."""
+        free = list(range(4))
+        while True:
+            matrix = [[self._moments[i][j] + (RIDGE if i == j else 0.0) for j in free] for i in free]
+            found = _solve(matrix, [self._products[i] + RIDGE for i in free])
+            least = min(range(len(free)), key=lambda at: found[at])
+            if found[least] >= 0 or len(free) == 1:
+                break
+            del free[least]
+        factors = [0.0] * 4
+        for at, factor in zip(free, found, strict=True):
+            factors[at] = max(0.0, factor)
+        factors[0] = max(LEAST_BASE, factors[0])
+        return factors
 
     def _wild(self, error: float) -> bool:
         if len(self._errors) < LEAST_ERRORS or self._rejected >= MOST_REJECTED:
@@ -120,16 +128,13 @@ class StepModel:
         self._rejected = 0
         return False
 
-    def _excited(self) -> bool:
-        return all(self._covariance[k][k] < UNCERTAIN * (PRIOR_DEVIATION * PRIOR[k]) ** 2 for k in range(4))
-
     # -- keeping -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Mapping[str, object]:
         return {"theta": list(self.theta)}
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Begin where a predecessor was, with a prior's doubt."""
+        """Predict as a predecessor did, until there is something to learn from."""
         theta = state.get("theta")
         if isinstance(theta, list) and len(theta) == 4 and all(_plausible(one) for one in theta):
             self.theta = [float(one) for one in theta]
@@ -145,11 +150,20 @@ def ttft_row(pending_tokens: float, sequences: float, context_tokens: float) -> 
     return steps, steps * sequences, steps * context_tokens, pending_tokens
 
 
-def _prior_covariance() -> list[list[float]]:
-    scale = NOISE * NOISE * PRIOR_WEIGHT  # a ridge of that many observations' worth, against NOISE
-    return [
-        [(PRIOR_DEVIATION * PRIOR[i]) ** 2 / max(1.0, scale) if i == j else 0.0 for j in range(4)] for i in range(4)
-    ]
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gauss, without pivots: the ridge makes the matrix positive definite."""
+    size = len(right)
+    for at in range(size):
+        for below in range(at + 1, size):
+            factor = matrix[below][at] / matrix[at][at]
+            for column in range(at, size):
+                matrix[below][column] -= factor * matrix[at][column]
+            right[below] -= factor * right[at]
+    found = [0.0] * size
+    for at in reversed(range(size)):
+        known = sum(matrix[at][column] * found[column] for column in range(at + 1, size))
+        found[at] = (right[at] - known) / matrix[at][at]
+    return found
 
 
 def _plausible(value: object) -> bool:

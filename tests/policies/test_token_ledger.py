@@ -18,7 +18,18 @@ from policies.limits.token_ledger.black_box import BlackBox
 from policies.limits.token_ledger.guards import KV_SHARE, Asked, Scene
 from policies.limits.token_ledger.window import Growth
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Running, Sampled
-from policies.vocabulary import UNKNOWN, EngineView, Guard, GuardReading, Outcome, Quality, Reading, Result, Verdict, Work
+from policies.vocabulary import (
+    UNKNOWN,
+    EngineView,
+    Guard,
+    GuardReading,
+    Outcome,
+    Quality,
+    Reading,
+    Result,
+    Verdict,
+    Work,
+)
 from tests.policies.worlds import NOW_S, engine, fresh, policy, work
 
 POLICY = policy()
@@ -522,7 +533,7 @@ def test_lengths_are_learned_from_what_ends() -> None:
     ledger.on_event(Sampled(view), NOW_S + 10)
     ledger.on_event(Progressed("e0", [Running(work(f"night{n}", "night"), 1, 50, True) for n in range(2)]), NOW_S + 10)
 
-    assert reading(ledger.admit(work("x", "night"), view, NOW_S), Guard.KV)[0] < before - 800
+    assert reading(ledger.admit(work("x", "night"), view, NOW_S), Guard.KV)[0] < before - 500
 
 
 def test_without_any_reading_of_memory_no_number_is_made_up() -> None:
