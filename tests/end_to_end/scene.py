@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tests.end_to_end.traffic import Told, Traffic, traffic
-from tests.end_to_end.two_gateways import BULK_PLACES, OBJECTIVE_S, PLACES, Pool, holders
+from tests.end_to_end.two_gateways import OBJECTIVE_S, Pool, holders
 from tests.end_to_end.watches import LeaderWatch, WindowWatch, watched
 
 BACK_S = 3.0
@@ -56,10 +56,10 @@ async def loaded(pool: Pool) -> AsyncIterator[Scene]:
     ports = {name: gateway.port for name, gateway in pool.gateways.items()}
     async with watched(pool.engines, pool.gateways) as (windows, leaders):
         async with traffic(ports, pool.engines[0].port) as streams:
-            streams.steady(interactive_per_s=8, bulk=8)
+            streams.steady(interactive_per_s=8, bulk=2 * pool.for_bulk)
             await streams.flows(leader, other)
             scene = Scene(pool, leader, other, streams, windows, leaders)
             yield scene
-    assert BULK_PLACES < windows.most <= PLACES
+    assert pool.for_bulk < windows.most <= pool.places
     assert leaders.at_once() == []
     assert scene.late == []

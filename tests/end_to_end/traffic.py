@@ -53,7 +53,7 @@ class Told:
     def __repr__(self) -> str:
         return (
             f"<{self.gateway} {self.class_name} {self.status} whole={self.whole} ttft={self.ttft_s:.2f} "
-            f"lasted={self.ended_s - self.started_s:.2f} {len(self.body)} bytes {self.body[-120:]!r}>"
+            f"lasted={self.ended_s - self.started_s:.2f} {len(self.body)} bytes {self.body[-200:]!r}>"
         )
 
 
@@ -86,7 +86,12 @@ class Traffic:
             async with RawClient(self.ports[name], wait_s=ANSWER_S) as client:
                 told.client_port = client.local_port
                 await client.send(ask(class_name))
-                told.status = (await client.read_head()).status
+                head = await client.read_head()
+                told.status = head.status
+                if head.status != 200:
+                    await client._read_body(head, "POST")
+                    told.body = head.body
+                    return told
                 while chunk := await client.read_chunk():
                     if not told.first_s and b"data: {" in chunk:
                         told.first_s = time.monotonic()
@@ -94,7 +99,8 @@ class Traffic:
                 told.whole = told.body.endswith(b"data: [DONE]\n\n")
         except (OSError, EOFError):
             told.whole = False
-        told.ended_s = time.monotonic()
+        finally:
+            told.ended_s = time.monotonic()
         return told
 
     def of(self, class_name: str, *names: str) -> list[Told]:

@@ -22,7 +22,6 @@ from tests.end_to_end.gateway_process import GatewayProcess
 from tests.redis_servers import Server
 
 OBJECTIVE_S = 1.0
-PLACES, BULK_PLACES = 6, 4
 POLICY = f"""\
 version: 1
 classes:
@@ -30,7 +29,7 @@ classes:
   bulk: {{max_queue: 500, max_wait_s: 60}}
 sizing:
   policy: fixed
-  fixed: {{total: {PLACES}, windows: {{interactive: {PLACES}, bulk: {BULK_PLACES}}}}}
+  fixed: {{total: PLACES, windows: {{interactive: PLACES, bulk: BULK}}}}
 """
 WORKERS = 2
 READY_S = 20.0
@@ -40,13 +39,19 @@ SPEED = "0.5"
 
 @dataclass
 class Pool:
-    """See the module header. stores: the address at which each gateway finds the store."""
+    """See the module header.
+
+    stores               the address at which each gateway finds the store
+    places, for_bulk     on each engine: of all classes, and of bulk
+    """
 
     folder: Path
     store: Server
     engines: list[EngineProcess]
     stores: Mapping[str, str]
     stack: AsyncExitStack
+    places: int
+    for_bulk: int
     gateways: dict[str, GatewayProcess] = field(default_factory=dict)
 
     async def start(self, *names: str) -> None:
@@ -118,7 +123,7 @@ class Pool:
 
     def _config(self, name: str) -> str:
         policy = self.folder / "policy.yaml"
-        policy.write_text(POLICY)
+        policy.write_text(POLICY.replace("PLACES", str(self.places)).replace("BULK", str(self.for_bulk)))
         engines = ", ".join(f"{{name: e{number}, url: '{engine.url}'}}" for number, engine in enumerate(self.engines))
         return (
             f"engines: [{engines}]\nredis_url: {self.stores[name]}\nworkers: {WORKERS}\npoll_s: 0.2\n"
@@ -140,11 +145,13 @@ class Processes:
 
 
 @asynccontextmanager
-async def two_gateways(folder: Path, store: Server, *, stores: Mapping[str, str] | None = None) -> AsyncIterator[Pool]:
-    """Gateways a and b. stores: where they find the store, each at its own address by default."""
+async def two_gateways(
+    folder: Path, store: Server, *, stores: Mapping[str, str] | None = None, places: int = 6, for_bulk: int = 4
+) -> AsyncIterator[Pool]:
+    """Gateways a and b, which find the store at its own address by default; see `Pool`."""
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(simulated(folder, "--speed", SPEED)) for _ in range(2)]
-        pool = Pool(folder, store, engines, stores or {"a": store.url, "b": store.url}, stack)
+        pool = Pool(folder, store, engines, stores or {"a": store.url, "b": store.url}, stack, places, for_bulk)
         await pool.start("a", "b")
         yield pool
 
