@@ -122,7 +122,8 @@ def _picture(cell: str, document: Mapping[str, Any]) -> str:
 
 
 def _page(document: Mapping[str, Any]) -> str:
-    made_by = f"headrace bench scheduling{' --quick' if document.get('quick') else ''} --report docs/benchmarks"
+    flags = [*(["--quick"] if document.get("quick") else []), *(f"--cell {name}" for name in document.get("only", ()))]
+    made_by = " ".join(["headrace bench scheduling", *flags, "--report docs/benchmarks"])
     parts = [INTRODUCTION.format(commit=document["commit"], seconds=document["seconds"], made_by=made_by)]
     for cell in document["cells"]:
         parts.append(f"## {cell}\n")

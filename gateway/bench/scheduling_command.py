@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress() as progress:
         found = run_all(tasks, workers=args.workers, on_done=_Meter(progress, len(tasks)))
     document: dict[str, Any] = summarise(cells, found, out=args.out, seconds=seconds())
-    document["quick"] = args.quick
+    document["quick"], document["only"] = args.quick, args.cell
     if args.perturb:
         document["perturbation"] = args.perturb
     if args.report is not None:
