@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from backends.simulated.profiles import load_profile
 from gateway.bench.fidelity import BAR, LOGS_DIR, SHIPPED, Log, compare, play, read_log
 from gateway.cli import main
+from tests.benchmarks.fit_link import DENSE, MIXTURE, dense, mixture
 
 HEADER = "queued_s,scheduled_s,first_token_s,last_token_s,prompt_tokens,output_tokens\n"
 
@@ -22,6 +24,12 @@ def test_the_replay_of_a_real_log_is_within_ten_percent_in_all_its_parts(log: Lo
         assert set(figures) == {"ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "makespan_s"}
         for name, figure in figures.items():
             assert abs(figure.error) < BAR, (name, figure)
+
+
+def test_the_profiles_of_two_gpus_are_what_their_derivation_says() -> None:
+    for name, model in ((DENSE, dense(36, 14.9)), (MIXTURE, mixture(36, 14.9))):
+        shipped = load_profile(name).step_model
+        assert asdict(shipped) == pytest.approx(asdict(model), rel=1e-3), name
 
 
 def test_only_the_starved_engine_preempts() -> None:
