@@ -18,11 +18,12 @@ from tests.gateway.ingress.raw_client import RawClient, request
 SECRETS = ("Mildred", "sk-live-4711", "my-request-id")
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 async def test_recorded_traffic_replays_and_holds_no_text(
-    start_gateway: StartGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workers: int, start_gateway: StartGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with ScriptedEngine() as engine:
-        config = engines_yaml(engine) + "recorder: {folder: traffic, prefix_hashes: true}\n"
+        config = engines_yaml(engine) + f"recorder: {{folder: traffic, prefix_hashes: true}}\nworkers: {workers}\n"
         async with start_gateway(config) as gateway, RawClient(gateway.port) as client:
             for number in range(12):
                 body = orjson.dumps(
