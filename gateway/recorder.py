@@ -116,7 +116,7 @@ class Recorder:
         return hasher.hexdigest()
 
     def _prefix_hashes(self, body: bytes) -> str:
-        start = min((at for at in map(body.find, _PROMPTS) if at >= 0), default=0)
+        start = next((at for name in _PROMPTS if (at := body.find(name)) >= 0), 0)
         prompt = body[start : start + PREFIXES_MAX * PREFIX_BYTES]
         hasher = self._hasher.copy()
         hashes = []
