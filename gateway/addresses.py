@@ -18,7 +18,7 @@ from gateway.settings import EngineSettings
 ENGINE_KINDS = ("auto", "vllm", "tgi", "sglang", "llamacpp", "openai")
 
 _ENGINE = re.compile(r"(?:(?P<name>[^=:/]+)=)?(?:(?P<kind>\w+)\+)?(?P<url>https?://.*)", re.DOTALL)
-_NAME = re.compile(r"[\w.:\[\]-]{1,64}")
+_NAME = re.compile(r"[\w.:\[\]-]{1,64}", re.ASCII)
 
 
 class AddressError(ValueError):

@@ -40,13 +40,15 @@ from gateway.dispatch.ledger import Ledger
 from gateway.dispatch.member import Member
 from gateway.dispatch.service import Service
 from gateway.dispatch.watchdog import Watchdog
+from gateway.errors import StartError
 from gateway.ingress.auth import KeyRing
 from gateway.ingress.keys_file import KeysFile
 from gateway.ingress.server import Ingress
 from gateway.logs import Log
-from gateway.queue.base import Queue
+from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
 from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.queue.store_url import shown
 from gateway.recorder import Recorder, installation_key
 from gateway.settings import Settings
 from gateway.telemetry import (
@@ -261,7 +263,10 @@ class Gateway:
             url = self._valkey.url
         queue = open_queue(url, log=self._log, rng=self._rng)
         stack.push_async_callback(queue.close)
-        warning = await queue.eviction_warning()
+        try:
+            warning = await queue.eviction_warning()
+        except QueueUnavailable as error:
+            raise StartError(f"redis_url {shown(url)}: {error}; correct it, or start the server") from error
         if warning:
             self._log.warning("queue store may lose entries", reason=warning)
         return queue

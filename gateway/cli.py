@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 
 from gateway.addresses import AddressError
+from gateway.errors import StartError
 from gateway.settings_file import SettingsError
 from policies.yaml_source import DocumentError
 
@@ -68,10 +69,10 @@ def _leaves(error: Exception) -> Iterator[Exception]:
 
 
 def _is_operators(error: Exception) -> bool:
-    """True for what an operator can put right: settings, documents, and addresses that cannot be had."""
+    """True for what an operator can put right: settings, documents, and what the gateway needs but cannot have."""
     if isinstance(error, OSError):
         return error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES}
-    return isinstance(error, SettingsError | AddressError | DocumentError)
+    return isinstance(error, SettingsError | AddressError | DocumentError | StartError)
 
 
 def _words(error: Exception) -> str:

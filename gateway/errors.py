@@ -1,4 +1,4 @@
-"""Every refusal and failure the gateway can answer with, and how each dialect spells it.
+"""Every refusal and failure the gateway can answer with, and how each dialect spells it; and why it may not start.
 
 A `Refusal` is decided once and rendered late: as an HTTP status and JSON body while nothing was sent, else as an
 error event inside the stream that is already open. Four dialects are spoken:
@@ -50,6 +50,10 @@ class Refusal(Exception):
 
     def __str__(self) -> str:
         return f"{self.status} {self.reason or self.type}: {self.message}"
+
+
+class StartError(Exception):
+    """The gateway cannot start, for a reason that an operator can put right: the message says which, and how."""
 
 
 def error_object(refusal: Refusal) -> dict[str, object]:

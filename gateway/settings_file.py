@@ -12,6 +12,7 @@ reach without keys. Secrets are shown by nothing here; `describe` is what is pri
 from __future__ import annotations
 
 import dataclasses
+import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -147,8 +148,20 @@ def check(settings: Settings) -> Settings:
             parse_store_url(settings.redis_url)
         except StoreUrlError as error:
             raise SettingsError(f"redis_url {error}") from None
+    for engine in settings.engines:
+        if engine.api_key is not None and not _API_KEY.fullmatch(engine.api_key):
+            raise SettingsError(f"api_key of engine {engine.name}: must be one line of visible ASCII; correct it")
     mount_path = "/" + settings.mount_path.strip("/") if settings.mount_path.strip("/") else ""
+    if not _MOUNT_PATH.fullmatch(mount_path):
+        raise SettingsError(
+            f"mount_path {settings.mount_path[:80]!r}: expected segments of letters, digits, - _ ~ and . (no . or ..)"
+            " between slashes; e.g. /llm"
+        )
     return dataclasses.replace(settings, listen=str(listen), admin_listen=str(admin_listen), mount_path=mount_path)
+
+
+_API_KEY = re.compile(r"[\x21-\x7e]+")
+_MOUNT_PATH = re.compile(r"(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._~-]+)*")
 
 
 def describe(settings: Settings) -> dict[str, object]:

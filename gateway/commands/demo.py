@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -48,8 +49,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo until Ctrl-C, or until its time is over."""
-    if args.rate <= 0 or args.bulk < 0 or (args.for_s is not None and args.for_s <= 0):
-        raise SettingsError("demo: --rate and --for must be > 0, --bulk must be >= 0")
+    if not (0 < args.rate < math.inf and args.bulk >= 0 and (args.for_s is None or 0 < args.for_s < math.inf)):
+        raise SettingsError("demo: --rate and --for must be > 0 and finite, --bulk must be >= 0")
+    if not 0 < args.port < 65_535:
+        raise SettingsError(f"demo: --port {args.port}: must be 1 to 65534; the next one is the admin listener's")
     if args.real and llamacpp.missing():
         raise SettingsError(f"demo --real: llama.cpp or its model is not installed; {llamacpp.missing()}")
     with tempfile.TemporaryDirectory(prefix="headrace-") as name, (Path(name) / "gateway.log").open("wb") as stream:

@@ -84,7 +84,10 @@ async def supervise(settings: Settings, log: Log, workers: int, reread: Callable
     try:
         code = await Supervisor(settings, workers=workers, log=log, reread=reread).run()
     except* ProcessRefused as refused:
-        log.error("not started", reason=str(refused.exceptions[0]))  # noqa: TRY400 - its traceback says nothing more
+        first: BaseException = refused
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        log.error("not started", reason=str(first))  # noqa: TRY400 - its traceback says nothing more
     return code
 
 

@@ -35,10 +35,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"engine and GPU to imitate: {', '.join(profile_names())}, or a .json file",
     )
     engine = parser.add_argument_group("engine, by default as in the profile")
-    engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that decode together")
-    engine.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step")
-    engine.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus answer, in tokens")
-    engine.add_argument("--kv-tokens", type=int, metavar="N", help="KV cache, in tokens")
+    engine.add_argument("--max-num-seqs", type=_positive, metavar="N", help="sequences that decode together")
+    engine.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens of one step")
+    engine.add_argument("--max-model-len", type=_positive, metavar="N", help="longest prompt plus answer, in tokens")
+    engine.add_argument("--kv-tokens", type=_positive, metavar="N", help="KV cache, in tokens")
     engine.add_argument(
         "--scheduling-policy",
         choices=[str(policy) for policy in SchedulingPolicy],
@@ -127,3 +127,9 @@ def _split_address(listen: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"--listen {listen}: expected HOST:PORT with a port of 0 to 65535; try 127.0.0.1:8000")
     return host.strip("[]"), int(port)
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number >= 1")
+    return int(text)

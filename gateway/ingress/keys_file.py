@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field
 
 from gateway.ingress.auth import Key, KeyRing
 from gateway.logs import Log
-from policies.yaml_source import DocumentError, Finding, load
+from policies.yaml_source import DocumentError, Finding, Problem, load
 
 POLL_S = 2.0
 FILE_MAX_BYTES = 1024 * 1024
@@ -50,7 +50,7 @@ class KeysFile:
     """
 
     def __init__(self, path: Path, log: Log) -> None:
-        """Raises DocumentError or OSError: without a good file at start there is no gateway."""
+        """Raises DocumentError: without a good file at start there is no gateway."""
         self._path = path
         self._log = log
         self._seen = _read(path)
@@ -76,7 +76,7 @@ class KeysFile:
                 return
             self._seen = content
             self.current = parse(content, str(self._path))
-        except (DocumentError, OSError, UnicodeDecodeError) as error:
+        except DocumentError as error:
             self.failed = True
             self._log.error("keys file refused, the last good one stays", reason=str(error), repeat_key="keys file")
             return
@@ -87,7 +87,11 @@ class KeysFile:
 
 def parse(content: bytes, file: str) -> KeyRing:
     """The key ring that a file's content describes. Raises DocumentError with every problem."""
-    entries = load(content.decode("utf-8"), list[KeyEntry], file, check=_check)
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _unreadable(file, f"byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
+    entries = load(text, list[KeyEntry], file, check=_check)
     return KeyRing(
         Key(entry.tenant, bytes.fromhex(entry.sha256), entry.id or entry.sha256[:8].lower(), entry.max_class)
         for entry in entries
@@ -112,8 +116,15 @@ _HEX = re.compile(r"[0-9A-Fa-f]{64}")
 
 
 def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        content = file.read(FILE_MAX_BYTES + 1)
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_MAX_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(str(path), f"cannot be read: {error.strerror or error}") from None
     if len(content) > FILE_MAX_BYTES:
-        raise OSError(f"{path} is longer than {FILE_MAX_BYTES} bytes: split the tenants over gateways")
+        raise _unreadable(str(path), f"longer than {FILE_MAX_BYTES} bytes; split the tenants over gateways")
     return content
+
+
+def _unreadable(file: str, what: str) -> DocumentError:
+    return DocumentError([Problem(file, 1, "", "", what)])

@@ -24,7 +24,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from structlog.typing import FilteringBoundLogger
 
+from gateway.errors import StartError
 from gateway.queue.redis_queue import connect
 
 START_TIMEOUT_S = 10.0
@@ -48,7 +49,7 @@ _SOCKET_PATH_MAX_BYTES = 100
 """The kernel's limit is 108 with the ending zero on Linux, 104 on macOS."""
 
 
-class EmbeddedServerError(Exception):
+class EmbeddedServerError(StartError):
     """The private server cannot be had. The message says why and what to do."""
 
 
@@ -108,8 +109,9 @@ class EmbeddedValkey:
         return f"unix://{self._socket}"
 
     async def __aenter__(self) -> Self:
-        self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = _try_lock(self._state_dir / "gateway.lock")
+        with self._writing():
+            self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = _try_lock(self._state_dir / "gateway.lock")
         if lock is None:
             msg = f"state directory {self._state_dir}: another gateway serves from it; stop that one or give another"
             raise EmbeddedServerError(msg)
@@ -157,7 +159,21 @@ class EmbeddedValkey:
                 self._log.error("queue server does not start", reason=str(error), repeat_key="queue server")
             await asyncio.sleep(_RESTART_PAUSE_S)
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What the system refuses (no such place, no right, no room, no descriptor) is said as one of our errors."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            msg = f"state directory {self._state_dir}: cannot be used ({reason}); make room, or give another"
+            raise EmbeddedServerError(msg) from error
+
     async def _up(self) -> None:
+        with self._writing():
+            await self._adopt_or_start()
+
+    async def _adopt_or_start(self) -> None:
         while (lock := _try_lock(self._state_dir / "server.lock")) is None:
             if await self._adopt():
                 return

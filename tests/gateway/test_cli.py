@@ -17,6 +17,7 @@ import pytest
 from gateway import cli, commands
 from gateway.addresses import AddressError
 from gateway.cli import COMMANDS, main
+from gateway.errors import StartError
 from gateway.settings_file import SettingsError
 from policies.yaml_source import DocumentError, Problem
 
@@ -101,6 +102,7 @@ def test_the_commands_exit_code_is_the_processs(command: Callable[[BaseException
             "headrace: listen 127.0.0.1:1: taken\n",
         ),
         (OSError(errno.EADDRINUSE, "listen 127.0.0.1:1: taken"), "headrace: listen 127.0.0.1:1: taken\n"),
+        (StartError("redis_url redis://h: not reachable"), "headrace: redis_url redis://h: not reachable\n"),
     ],
 )
 def test_an_operators_mistake_is_plain_lines_and_exit_code_2(
@@ -152,6 +154,38 @@ def test_a_bad_settings_file_is_told_line_by_line(tmp_path: Path) -> None:
     assert lines[0].endswith("headrace.yaml:1: engins is unknown; did you mean engines?")
     assert ":2: listen is 8080" in lines[1]
     assert len(lines) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flag", "value", "workers", "told"),
+    [
+        ("--state-dir", "taken", "1", "taken: cannot be used (File exists); make room, or give another\n"),
+        ("--keys", "nowhere.yaml", "2", "nowhere.yaml:1: cannot be read: No such file or directory\n"),
+        ("--keys", "binary.yaml", "1", "binary.yaml:1: byte 1 is not UTF-8; save the file as UTF-8\n"),
+        (
+            "--redis-url",
+            "redis://u:hunter2@127.0.0.1:1",
+            "1",
+            "127.0.0.1:1: queue store is not reachable; correct it, or start the server\n",
+        ),
+    ],
+)
+def test_what_a_start_needs_and_cannot_have_is_told_in_one_line(
+    tmp_path: Path, flag: str, value: str, workers: str, told: str
+) -> None:
+    (tmp_path / "taken").touch()
+    (tmp_path / "binary.yaml").write_bytes(b"\xff")
+    given = value if "://" in value else str(tmp_path / value)
+    free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--state-dir", str(tmp_path / "state"))
+    quiet = ("--log-level", "error", "--workers", workers)
+
+    result = headrace("serve", "--engine", "http://127.0.0.1:1", *free, *quiet, flag, given)
+
+    assert result.returncode == 2
+    assert result.stderr.splitlines(keepends=True)[0].endswith(told)
+    assert "Traceback" not in result.stderr
+    assert "hunter2" not in result.stderr
 
 
 def test_no_secret_of_a_flag_is_repeated() -> None:

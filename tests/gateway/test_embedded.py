@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +90,20 @@ async def test_two_gateways_cannot_share_a_state_directory(tmp_path: Path) -> No
     async with EmbeddedValkey(tmp_path, log=LOG):
         with pytest.raises(EmbeddedServerError, match="another gateway"):
             await EmbeddedValkey(tmp_path, log=LOG).__aenter__()
+
+
+async def test_a_place_that_cannot_be_used_any_more_is_an_error_of_ours_that_a_restart_survives(tmp_path: Path) -> None:
+    async with EmbeddedValkey(tmp_path / "state", log=LOG) as server:
+        shutil.rmtree(tmp_path / "state")
+        os.kill(server.pid, signal.SIGKILL)
+        await server.wait_closed()
+
+        with pytest.raises(EmbeddedServerError, match="cannot be used"):
+            await server.restart()
+
+        (tmp_path / "state").mkdir()
+        await server.restart()
+        assert await ask(server, "nothing") is None
 
 
 async def test_a_server_left_by_a_killed_gateway_is_adopted_not_doubled(tmp_path: Path) -> None:

@@ -232,6 +232,22 @@ def test_a_mount_path_has_one_form(written: str, kept: str) -> None:
     assert check(dataclasses.replace(ONE_ENGINE, mount_path=written)).mount_path == kept
 
 
+@pytest.mark.parametrize("written", ["/a b", "/../x", "/a/..", "a?b", "/ü", "/a//b", "/."])
+def test_a_mount_path_that_no_request_can_have_is_refused(written: str) -> None:
+    with pytest.raises(SettingsError, match="mount_path"):
+        check(dataclasses.replace(ONE_ENGINE, mount_path=written))
+
+
+@pytest.mark.parametrize("key", ["hunter2\n", "hunter2 x", "", "h\u00fcnter2"])
+def test_an_api_key_that_no_header_can_hold_is_refused_without_being_shown(key: str) -> None:
+    engine = EngineSettings("e", "http://e", api_key=key)
+
+    with pytest.raises(SettingsError, match="api_key of engine e") as refused:
+        check(dataclasses.replace(ONE_ENGINE, engines=(engine,)))
+
+    assert "unter2" not in str(refused.value)
+
+
 def test_what_is_printed_at_start_holds_no_secret() -> None:
     engine = EngineSettings("e", "http://e", api_key="hunter2")
     settings = dataclasses.replace(ONE_ENGINE, engines=(engine,), redis_url="redis://:hunter2@cache/0")
