@@ -189,15 +189,7 @@ def reading(
     values: dict[GpuField, float] = {}
     unknown: dict[GpuField, Unknown] = {}
     for one in GpuField:
-        found = raw.get(one, missing)
-        if isinstance(found, Unknown):
-            unknown[one] = found
-            continue
-        low, high = _BOUNDS[one]
-        if math.isfinite(found) and low <= found <= high:
-            values[one] = float(found)
-        else:
-            unknown[one] = Unknown.ABSURD
+        _put(values, unknown, one, raw.get(one, missing))
     _derive(values, unknown)
     _drop_contradictions(values, unknown)
     return GpuReading(
@@ -223,9 +215,19 @@ def _derive(values: dict[GpuField, float], unknown: dict[GpuField, Unknown]) -> 
         _put(values, unknown, GpuField.HEAT_MARGIN_C, slowdown_c - temperature_c)
 
 
-def _put(values: dict[GpuField, float], unknown: dict[GpuField, Unknown], derived: GpuField, value: float) -> None:
-    values[derived] = value
-    del unknown[derived]
+def _put(
+    values: dict[GpuField, float], unknown: dict[GpuField, Unknown], one: GpuField, found: float | Unknown
+) -> None:
+    """File a field as what it is: a value, if it can be one."""
+    unknown.pop(one, None)
+    if isinstance(found, Unknown):
+        unknown[one] = found
+        return
+    low, high = _BOUNDS[one]
+    if math.isfinite(found) and low <= found <= high:
+        values[one] = float(found)
+    else:
+        unknown[one] = Unknown.ABSURD
 
 
 _MEMORY: Final = (
@@ -241,10 +243,10 @@ _ROUNDING: Final = 1.02
 
 
 def _drop_contradictions(values: dict[GpuField, float], unknown: dict[GpuField, Unknown]) -> None:
-    """Parts that exceed the whole: nobody knows which is wrong, so none is believed."""
-    total = values.get(GpuField.MEMORY_TOTAL_BYTES)
-    parts = sum(values.get(one, 0.0) for one in _MEMORY[1:])
-    if total is not None and parts > total * _ROUNDING:
+    """Parts that exceed the whole, or memory neither used nor free: nobody knows which is wrong, so none is believed."""
+    total, used, free, reserved = (values.get(one) for one in _MEMORY)
+    exceeds = total is not None and (used or 0.0) + (free or 0.0) + (reserved or 0.0) > total * _ROUNDING
+    if exceeds or (used == 0 and free == 0):
         for one in _MEMORY:
             if values.pop(one, None) is not None:
                 unknown[one] = Unknown.ABSURD

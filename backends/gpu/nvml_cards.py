@@ -147,23 +147,15 @@ class NvmlCards:
 
     def _with_uuid(self, address: str) -> Found:
         try:
-            handle = self._by_uuid(address)
+            handle = self._session.call("nvmlDeviceGetHandleByUUID", address)
         except NvmlFault:
-            return self._by_beginning(address)  # raises the same if there is none
+            return self._by_beginning(address)
         parent = self._or_none("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) if is_slice(address) else None
         found = self._described(handle, parent=parent, otherwise=address)
         return replace(found, id=address, partition=found.partition or "mig") if is_slice(address) else found
 
-    def _by_uuid(self, address: str) -> Any:
-        try:
-            return self._session.call("nvmlDeviceGetHandleByUUID", address)
-        except NvmlFault as fault:
-            if fault.reason is not Unknown.NO_FUNCTION:
-                raise
-            return self._session.call("nvmlDeviceGetHandleByUUID", address.encode())  # as old modules take it
-
     def _by_beginning(self, address: str) -> Found:
-        """CUDA takes UUIDs cut short, as long as only one card begins so."""
+        """CUDA takes UUIDs cut short, as long as only one card begins so. (Old modules take none as text: it is found here.)"""
         count = int(self._session.call("nvmlDeviceGetCount"))
         cards = [
             card

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.base import Signal
@@ -106,9 +108,11 @@ def test_nothing_but_silent_cards_is_not_up_and_says_why() -> None:
         {"memory_used_bytes": 90 * GIB},
         {"memory_free_bytes": 79 * GIB},
         {"memory_total_bytes": 1.0},
+        {"memory_used_bytes": 0.0, "memory_free_bytes": 0.0},
+        {"memory_used_bytes": 0.0, "memory_free_bytes": 0.0, "memory_total_bytes": Unknown.NOT_TOLD},
     ],
 )
-def test_memory_that_exceeds_itself_is_not_believed(raw: dict[str, float]) -> None:
+def test_memory_that_contradicts_itself_is_not_believed(raw: dict[str, float | Unknown]) -> None:
     unknown = card(**raw).unknown
 
     assert unknown[GpuField.MEMORY_TOTAL_BYTES] is Unknown.ABSURD
@@ -123,7 +127,25 @@ def test_every_bit_has_its_word_and_harmless_ones_throttle_nothing() -> None:
     assert all(throttling(bit) for bit, reason in BITS.items() if reason not in HARMLESS)
 
 
-@given(st.dictionaries(st.sampled_from(GpuField), st.floats() | st.sampled_from(Unknown)), st.floats(0, 1e6))
+RAW = st.dictionaries(
+    st.sampled_from(GpuField), st.floats() | st.sampled_from([0.0, 1.0, 80 * GIB]) | st.sampled_from(Unknown)
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(RAW, max_size=4))
+def test_whatever_cards_tell_they_can_be_combined_and_nothing_absurd_comes_out(
+    raws: list[dict[GpuField, float | Unknown]],
+) -> None:
+    sample = combined("nvml", 0.0, tuple(reading(str(number), raw) for number, raw in enumerate(raws)))
+
+    for signal, measured in sample.values.items():
+        assert measured.value is None or math.isfinite(measured.value)
+        assert measured.value is None or not signal.endswith("fraction") or 0 <= measured.value <= 1
+    assert bool(sample.detail) != sample.up
+
+
+@given(RAW, st.floats(0, 1e6))
 def test_a_sample_survives_being_told_to_another_process(raw: dict[GpuField, float | Unknown], age_s: float) -> None:
     sample = combined("dcgm", 100.0, (reading("a", raw, name="H100", partition="mig"), card("b")))
 

@@ -322,6 +322,32 @@ async def test_a_card_that_falls_off_the_bus_is_gone_and_found_again(
     assert [card.unknown for card in back.cards] == [{}, {}]
 
 
+async def test_only_a_new_session_finds_a_card_again_and_sessions_are_not_opened_at_every_read(
+    stub: Stub, ticks: Ticks
+) -> None:
+    """A module whose handles stay lost until it is opened anew, as the real library's do."""
+    module, opened_s = old_module(), list[float]()
+
+    def temperature(handle: str, sensor: int) -> int:
+        if len(opened_s) < 3:
+            raise OldError(15)
+        return 50
+
+    module.__dict__.update(nvmlInit=lambda: opened_s.append(ticks.now_s - 1000.0), nvmlDeviceGetTemperature=temperature)
+    thread = NvmlThread(ticks, lambda: module)
+    source = NvmlSource(thread)
+
+    samples = []
+    for _ in range(12):
+        samples.append(await source.read())
+        ticks.advance(0.5)
+    thread.close()
+
+    known = [sample.cards[0].value(GpuField.TEMPERATURE_C) is not None for sample in samples]
+    assert opened_s == [0.0, 0.5, 1.5]
+    assert known == [False] * 3 + [True] * 9
+
+
 async def test_a_library_that_forgot_its_session_gets_another(stub: Stub, thread: NvmlThread, ticks: Ticks) -> None:
     source = NvmlSource(thread)
     await source.read()
