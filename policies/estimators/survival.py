@@ -59,18 +59,19 @@ class Survival:
             moments.append(moments[-1] + moment)
         self._a, self._b = tuple(areas), tuple(moments)
 
-    def growth(self, shown_tokens: float, horizon: float) -> tuple[float, float]:
-        """(mean, variance) of the tokens that a work of `shown_tokens` still makes within `horizon` steps."""
+    def growth(self, shown_tokens: float, horizon: float) -> tuple[float, float, float]:
+        """What a work of `shown_tokens` still makes within `horizon` steps: mean and variance of its tokens; and the
+        chance that it still runs then."""
         if horizon <= 0:
-            return 0.0, 0.0
+            return 0.0, 0.0, 1.0
         shown = min(shown_tokens, LONGEST_TOKENS - 1.0)
         left, area, moment = self._upto(shown)
         if left < LEAST_LEFT:  # nobody has run so long: it may end at any moment, or not at all
-            return horizon / 2, horizon * horizon / 12
-        _, area_then, moment_then = self._upto(min(shown + horizon, LONGEST_TOKENS))
+            return horizon / 2, horizon * horizon / 12, 1.0
+        left_then, area_then, moment_then = self._upto(min(shown + horizon, LONGEST_TOKENS))
         mean = min(horizon, (area_then - area) / left)
         square = 2 * (moment_then - moment - shown * (area_then - area)) / left
-        return mean, max(0.0, square - mean * mean)
+        return mean, max(0.0, square - mean * mean), min(1.0, left_then / left)
 
     def _upto(self, tokens: float) -> tuple[float, float, float]:
         """(S, A, B) at a length."""

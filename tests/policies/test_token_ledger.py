@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policies.estimators.survival import Lengths
 from policies.limits.token_ledger import TokenLedger, guards
-from policies.limits.token_ledger.account import CORRELATION, HORIZONS, Account, Sums, forecast
+from policies.limits.token_ledger.account import CORRELATION, HORIZONS, NOTHING, Account, Sums, forecast, newcomer
 from policies.limits.token_ledger.black_box import BlackBox
 from policies.limits.token_ledger.guards import KV_SHARE, Asked, Scene
 from policies.limits.token_ledger.window import Growth
@@ -40,8 +40,9 @@ QUICK = settings(max_examples=60, deadline=None)
 SCENE = Scene(
     held_tokens=0.0,
     capacity_tokens=float(CAPACITY),
-    means=(0.0, 0.0, 0.0),
-    variances=(0.0, 0.0, 0.0),
+    rest_tokens=0.0,
+    means=NOTHING,
+    variances=NOTHING,
     reserve_tokens=0.0,
     pending_urgent=0.0,
     pending_patient=0.0,
@@ -122,18 +123,23 @@ def some_works(drawn: Sequence[tuple[str, str, int, int, int | None, int]]) -> l
     ]
 
 
-def exactly(works: Sequence[tuple[Work, int]], z: float) -> float:
-    """The memory that the works need at the worst horizon, summed work by work."""
+def exactly(works: Sequence[tuple[Work, int]], candidate: Work, z: float) -> float:
+    """The memory that the works and the candidate need at the worst horizon, summed work by work."""
     lengths = Lengths()
     worst = 0.0
     for at in range(len(HORIZONS)):
-        mean, tenants = 0.0, dict[str, list[float]]()
-        for one, shown in works:
-            means, variances = forecast(one, shown, (), lengths)
-            mean += one.prompt_tokens + shown + means[at]
-            tenants.setdefault(one.tenant, []).append(variances[at])
-        variance = sum(sum(each) * (1 + CORRELATION * (len(each) - 1)) for each in tenants.values())
-        worst = max(worst, mean + z * math.sqrt(variance))
+        bounds = []
+        for column in (at, at + len(HORIZONS)):
+            mean, tenants = 0.0, dict[str, list[float]]()
+            for one, shown in works:
+                means, variances = forecast(one, shown, (), lengths)
+                mean += means[column] + (one.prompt_tokens + shown if column == at else 0)
+                tenants.setdefault(one.tenant, []).append(variances[column])
+            means, variances = newcomer(candidate, (), lengths)
+            tenants.setdefault(candidate.tenant, []).append(variances[column])
+            variance = sum(sum(each) * (1 + CORRELATION * (len(each) - 1)) for each in tenants.values())
+            bounds.append(mean + candidate.prompt_tokens + means[column] + z * math.sqrt(variance))
+        worst = max(worst, min(bounds))
     return worst
 
 
@@ -151,13 +157,14 @@ def test_an_admission_never_passes_where_the_exact_sum_does_not(
     for one, _ in works:
         counts[one.class_name] = counts.get(one.class_name, 0) + 1
     held = sum(one.prompt_tokens + shown for one, shown in works)
-    view = told(counts, kv_tokens=held, used=min(1.0, held / capacity), capacity=fresh(capacity))
+    capacity = max(capacity, held)
+    view = told(counts, kv_tokens=held, used=held / max(1, capacity), capacity=fresh(capacity))
     ledger.on_event(Sampled(view), NOW_S)
     candidate = work("x", "night", tenant="t", prompt_tokens=prompt)
 
     verdict = ledger.admit(candidate, view, NOW_S)
 
-    need = exactly([*works, (candidate, 0)], z=2.326)
+    need = exactly(works, candidate, z=2.326)
     if counts and need > KV_SHARE * capacity + 1:
         assert not verdict.admitted
 
@@ -170,7 +177,7 @@ def test_more_memory_never_turns_an_admission_into_a_refusal(
     lengths = Lengths()
     sums = Account(URGENT, lengths)
     sums.progressed([Running(one, 1, shown, True) for one, shown in some_works(drawn)], NOW_S)
-    means, variances = forecast(work("x"), 0, (), lengths)
+    means, variances = newcomer(work("x"), (), lengths)
     asked = Asked(prompt, 1, None, means, tuple(a + b for a, b in zip(sums.sums.variances, variances, strict=True)))
 
     verdicts = []
@@ -274,14 +281,24 @@ def test_works_of_other_processes_count_by_what_their_class_makes() -> None:
 
 def test_memory_that_will_be_needed_is_refused_though_it_is_free_now() -> None:
     ledger = TokenLedger(POLICY)
-    view = running(ledger, 16)
+    view = running(ledger, 17)
 
-    verdict = ledger.admit(work("x", "night", prompt_tokens=2000), view, NOW_S)
+    verdict = ledger.admit(work("x", "night", prompt_tokens=2500), view, NOW_S)
 
     value, threshold, passed = reading(verdict, Guard.KV)
-    assert view.kv_tokens + 2000 < threshold < value
+    assert view.kv_tokens + 2500 < threshold < value
     assert not passed
-    assert ledger.steps_to_overflow("e0") in HORIZONS
+
+
+def test_the_steps_to_overflow_are_the_first_horizon_for_which_memory_does_not_suffice() -> None:
+    ledger = TokenLedger(POLICY)
+
+    running(ledger, 2)
+    roomy = ledger.steps_to_overflow("e0")
+    running(ledger, 19)
+
+    assert roomy == math.inf
+    assert ledger.steps_to_overflow("e0") == HORIZONS[0]
 
 
 def test_an_urgent_work_gets_the_memory_that_is_kept_from_bulk() -> None:
@@ -335,7 +352,7 @@ def test_urgent_prompts_beyond_the_pipe_stay_where_their_order_can_change() -> N
 def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], passes: bool) -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
     here = replace(SCENE, **scene)  # type: ignore[arg-type]  # fields by name, from the table
-    asked = Asked(500, 1, None, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    asked = Asked(500, 1, None, NOTHING, NOTHING)
     ask: dict[Guard, Callable[[], object]] = {
         Guard.TPOT: lambda: guards.gaps(here, asked, account.step),
         Guard.KNEE: lambda: guards.knee(here, asked, account.step, fields),
@@ -352,7 +369,7 @@ def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], 
 
 def test_a_prompt_too_long_for_the_rule_passes_now_and_then_when_nothing_is_pending() -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
-    huge = Asked(38_000, 1, None, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    huge = Asked(38_000, 1, None, NOTHING, NOTHING)
     due = replace(SCENE, oversize_due=True)
 
     assert guards.stall(due, huge, account.step, fields).passed
@@ -533,7 +550,7 @@ def test_lengths_are_learned_from_what_ends() -> None:
     ledger.on_event(Sampled(view), NOW_S + 10)
     ledger.on_event(Progressed("e0", [Running(work(f"night{n}", "night"), 1, 50, True) for n in range(2)]), NOW_S + 10)
 
-    assert reading(ledger.admit(work("x", "night"), view, NOW_S), Guard.KV)[0] < before - 500
+    assert reading(ledger.admit(work("x", "night"), view, NOW_S), Guard.KV)[0] < before - 200
 
 
 def test_without_any_reading_of_memory_no_number_is_made_up() -> None:

@@ -1,7 +1,9 @@
 """What one engine holds of ours, and what it will: the state that the guards of `token_ledger` read.
 
-Every attempt that we hear of one by one has an entry with its forecast: how many tokens it still makes within each of
-HORIZONS, mean and variance. The sums are kept as works come, show a first token and go, so that an admission looks at no
+Every attempt that we hear of one by one has an entry with its forecast, mean and variance, in two columns for each of
+HORIZONS: how many tokens it still makes by then, and how many it then holds, which is nothing once it has ended. The first
+is what memory needs if nobody ends, the second forgets the peak on the way there; either bounds what will be needed, the
+first better for few steps and the second for many. The sums are kept as works come, show a first token and go, so that an admission looks at no
 single work; every control tick, which brings new token counts, makes all of them anew. Works that the view counts beyond
 the entries (placed in this round, or running in other processes) weigh what their class weighs on average.
 
@@ -11,6 +13,7 @@ with variances that sum to V it is V·(1 + CORRELATION·(n - 1)).
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +25,10 @@ from policies.estimators.survival import Key, Lengths, levels
 from policies.sizing import FirstToken, Running
 from policies.vocabulary import EngineView, Work
 
-HORIZONS = (64, 256, 1024)
+HORIZONS = (64, 256, 512, 1024)
 """Engine steps ahead for which memory has to suffice."""
-NOTHING = (0.0,) * len(HORIZONS)
+COLUMNS = 2 * len(HORIZONS)
+NOTHING = (0.0,) * COLUMNS
 CORRELATION = 0.1
 GAP_WINDOW_S = 1.0
 LEAST_STEPS = 4.0
@@ -37,12 +41,24 @@ AttemptKey = tuple[str, int]
 
 
 def forecast(work: Work, shown_tokens: int, keys: Iterable[Key], lengths: Lengths) -> tuple[Forecast, Forecast]:
-    """(means, variances) of the tokens that a work still makes within each horizon, its sequences together."""
+    """(means, variances) of a work's columns, its sequences together."""
     survival, sequences = lengths.of(keys), work.sequences
     shown = shown_tokens / sequences
-    left = HORIZONS[-1] if work.max_tokens is None else max(0.0, work.max_tokens - shown)
+    left = math.inf if work.max_tokens is None else max(0.0, work.max_tokens - shown)
+    held = work.prompt_tokens / sequences + shown
     grown = [survival.growth(shown, min(horizon, left)) for horizon in HORIZONS]
-    return tuple(mean * sequences for mean, _ in grown), tuple(variance * sequences for _, variance in grown)
+    means, variances = [sequences * mean for mean, _, _ in grown], [sequences * variance for _, variance, _ in grown]
+    for horizon, (_, _, survives) in zip(HORIZONS, grown, strict=True):
+        runs = survives if horizon < left else 0.0
+        means.append(sequences * (held + horizon) * runs)
+        variances.append(sequences * (held + horizon) ** 2 * runs * (1 - runs))
+    return tuple(means), tuple(variances)
+
+
+def newcomer(work: Work, keys: Iterable[Key], lengths: Lengths) -> tuple[Forecast, Forecast]:
+    """The columns of a work that is not here yet: what it makes, in both, since its prompt is counted by itself."""
+    means, variances = forecast(work, 0, keys, lengths)
+    return means[: len(HORIZONS)] * 2, variances[: len(HORIZONS)] * 2
 
 
 @dataclass(slots=True)
@@ -66,10 +82,10 @@ class Tenancy:
     """A tenant's works on the engine, and the sum of their variances."""
 
     works: int = 0
-    variances: list[float] = field(default_factory=lambda: [0.0] * len(HORIZONS))
+    variances: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)
 
-    def inflated(self, horizon: int) -> float:
-        return self.variances[horizon] * (1 + CORRELATION * (self.works - 1)) if self.works else 0.0
+    def inflated(self, column: int) -> float:
+        return self.variances[column] * (1 + CORRELATION * (self.works - 1)) if self.works else 0.0
 
 
 @dataclass(slots=True)
@@ -77,8 +93,8 @@ class Sums:
     """What the entries add up to. held: prompt and shown tokens; pending: prompts without a first token yet."""
 
     works: dict[str, int] = field(default_factory=dict)
-    means: list[float] = field(default_factory=lambda: [0.0] * len(HORIZONS))
-    variances: list[float] = field(default_factory=lambda: [0.0] * len(HORIZONS))
+    means: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)
+    variances: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)
     tenants: dict[str, Tenancy] = field(default_factory=dict)
     held_tokens: int = 0
     pending_urgent: int = 0
@@ -92,9 +108,9 @@ class Sums:
         tenancy = self.tenants.get(work.tenant)
         if tenancy is None:
             tenancy = self.tenants[work.tenant] = Tenancy()
-        before = [tenancy.inflated(at) for at in range(len(HORIZONS))]
+        before = [tenancy.inflated(at) for at in range(COLUMNS)]
         tenancy.works += sign
-        for at in range(len(HORIZONS)):
+        for at in range(COLUMNS):
             self.means[at] += sign * entry.means[at]
             tenancy.variances[at] += sign * entry.variances[at]
             self.variances[at] += tenancy.inflated(at) - before[at]
@@ -109,13 +125,13 @@ class Sums:
         else:
             self.pending_patient += sign * entry.work.prompt_tokens
 
-    def variance_with(self, horizon: int, work: Work, variance: float) -> float:
+    def variance_with(self, column: int, work: Work, variance: float) -> float:
         """The variance once the work is here too, O(1)."""
         tenancy = self.tenants.get(work.tenant)
         if tenancy is None:
-            return self.variances[horizon] + variance
-        grown = (tenancy.variances[horizon] + variance) * (1 + CORRELATION * tenancy.works)
-        return self.variances[horizon] - tenancy.inflated(horizon) + grown
+            return self.variances[column] + variance
+        grown = (tenancy.variances[column] + variance) * (1 + CORRELATION * tenancy.works)
+        return self.variances[column] - tenancy.inflated(column) + grown
 
 
 class Account:

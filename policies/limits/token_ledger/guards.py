@@ -30,7 +30,8 @@ class Scene:
     """One engine now, with what is placed in this round.
 
     held_tokens, capacity_tokens   of KV memory; None: the engine never told
-    means, variances               tokens still to come within each horizon
+    rest_tokens                    of those held, what no entry of the account holds: foreign, or of other processes
+    means, variances               the columns of `account`
     reserve_tokens                 kept free for urgent works to come, and for what stale telemetry may hide
     pending_urgent, _patient       prompt tokens not prefilled yet
     queued_tokens                  prompt tokens of urgent works in our queue, as of the last tick
@@ -42,6 +43,7 @@ class Scene:
     """
 
     held_tokens: float
+    rest_tokens: float
     capacity_tokens: float | None
     means: Forecast
     variances: Forecast
@@ -89,11 +91,16 @@ def kv(scene: Scene, asked: Asked, z: float, *, patient: bool) -> tuple[GuardRea
 
 
 def needed(scene: Scene, asked: Asked, z: float, *, patient: bool) -> list[float]:
-    """KV tokens for each horizon: held, prompt, growth, z deviations, and the reserve for whoever is not patient."""
-    here = scene.held_tokens + asked.prompt_tokens + (scene.reserve_tokens if patient else 0.0)
-    return [
-        here + all_mean + mean + z * math.sqrt(max(0.0, variance))
+    """KV tokens for each horizon, by whichever column bounds them better; patient works leave the reserve free."""
+    more = asked.prompt_tokens + (scene.reserve_tokens if patient else 0.0)
+    columns = [
+        all_mean + mean + z * math.sqrt(max(0.0, variance))
         for all_mean, mean, variance in zip(scene.means, asked.means, asked.variances, strict=True)
+    ]
+    count = len(HORIZONS)
+    return [
+        more + min(scene.held_tokens + grown, scene.rest_tokens + held)
+        for grown, held in zip(columns[:count], columns[count:], strict=True)
     ]
 
 

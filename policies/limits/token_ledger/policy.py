@@ -22,7 +22,7 @@ from statistics import NormalDist
 from policies.estimators.survival import Key, Lengths, levels
 from policies.limits.fixed import whole_seats
 from policies.limits.token_ledger import guards
-from policies.limits.token_ledger.account import HORIZONS, Account, Forecast, forecast
+from policies.limits.token_ledger.account import COLUMNS, Account, Forecast, newcomer
 from policies.limits.token_ledger.black_box import BlackBox
 from policies.limits.token_ledger.guards import Asked, Scene
 from policies.limits.token_ledger.window import Growth
@@ -143,16 +143,14 @@ class TokenLedger:
         """(readings, steps to overflow)."""
         fields, model, account = self._fields, mine.account.step, mine.account
         patient = work.class_name not in self._objectives
-        means, variances = forecast(work, 0, levels(work.tenant, work.class_name, work.model), self._lengths)
+        means, variances = newcomer(work, levels(work.tenant, work.class_name, work.model), self._lengths)
         extra = [all_here - own for all_here, own in zip(scene.variances, account.sums.variances, strict=True)]
         asked = Asked(
             prompt_tokens=work.prompt_tokens,
             sequences=work.sequences if scene.sequences else 1,
             objective_s=self._policy.class_policy(work.class_name).ttft_objective_s(work.prompt_tokens),
             means=means,
-            variances=tuple(
-                account.sums.variance_with(at, work, variances[at]) + extra[at] for at in range(len(HORIZONS))
-            ),
+            variances=tuple(account.sums.variance_with(at, work, variances[at]) + extra[at] for at in range(COLUMNS)),
         )
         z = self._z_careful if mine.careful else self._z
         memory = guards.kv(scene, asked, z, patient=patient)
@@ -189,11 +187,15 @@ class TokenLedger:
         if capacity is not None:
             held = account.offset.used_tokens(held, capacity)
             above = max(0.0, account.urgent_peak_tokens - account.urgent_tokens)
-            reserve = self._fields.reserve * above + STALE_SHARE * capacity * mine.missed_polls
+            reserve = (
+                max(self._fields.reserve * above, mine.hypothesis[0] or 0.0)
+                + STALE_SHARE * capacity * mine.missed_polls
+            )
         in_flight = engine.in_flight_total
         urgent = sum(engine.in_flight.get(name, 0) for name in self._objectives)
         return Scene(
             held_tokens=held,
+            rest_tokens=held - account.sums.held_tokens,
             capacity_tokens=capacity,
             means=tuple(means),
             variances=tuple(variances),
@@ -218,9 +220,8 @@ class TokenLedger:
         """What one work of a class of which nothing more is known will make."""
         found = self._fresh.get(class_name)
         if found is None:
-            survival = self._lengths.of((self._kinds[class_name],) if class_name in self._kinds else ())
-            grown = [survival.growth(0, horizon) for horizon in HORIZONS]
-            found = tuple(mean for mean, _ in grown), tuple(variance for _, variance in grown)
+            keys = (self._kinds[class_name],) if class_name in self._kinds else ()
+            found = newcomer(Work("", class_name, "", "", "", 0.0, 0.0), keys, self._lengths)
             self._fresh[class_name] = found
         return found
 
@@ -301,10 +302,6 @@ class TokenLedger:
         scene = self._scene(mine, view, now_s)
         readings, mine.steps_to_overflow = self._ask(mine, usual, view, scene)
         failed = [one.guard for one in readings if not one.passed and one.guard is not Guard.WINDOW]
-        if mine.steps_to_overflow <= HORIZONS[0] and scene.means[0] + scene.held_tokens > (
-            scene.capacity_tokens or math.inf
-        ):
-            growth.cut(PREEMPTED_FACTOR, held=held, now_s=now_s)
         hot = any(guard in MACHINE for guard in failed)
         if hot:
             growth.cut(HOT_FACTOR, held=held, now_s=now_s, dead_s=HOT_EVERY_S)

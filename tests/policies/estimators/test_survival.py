@@ -35,8 +35,10 @@ def test_the_growth_of_a_running_work_is_what_counting_says(shown: int, horizon:
     lengths = drawn(3000)
     counted = [min(one - shown, horizon) for one in lengths if one > shown]
 
-    mean, variance = learned(lengths).growth(shown, horizon)
+    mean, variance, survives = learned(lengths).growth(shown, horizon)
 
+    running = [one for one in lengths if one > shown]
+    assert survives == pytest.approx(sum(one > shown + horizon for one in running) / len(running), abs=0.05)
     assert mean == pytest.approx(fmean(counted), rel=0.05)
     spread = fmean((one - fmean(counted)) ** 2 for one in counted)
     assert variance**0.5 == pytest.approx(spread**0.5, rel=0.15, abs=3)
@@ -55,10 +57,11 @@ def test_a_length_lies_in_its_bin(tokens: int) -> None:
 def test_growth_is_within_the_horizon_and_grows_with_it(
     shown: int, horizon: float, more: float, survival: Survival
 ) -> None:
-    mean, variance = survival.growth(shown, horizon)
-    further, _ = survival.growth(shown, horizon + more)
+    mean, variance, survives = survival.growth(shown, horizon)
+    further, _, _ = survival.growth(shown, horizon + more)
 
     assert 0 <= mean <= horizon
+    assert 0 <= survives <= 1
     assert variance >= 0
     assert further >= mean - 1e-6 * (1 + horizon)
 
@@ -121,7 +124,7 @@ def test_what_was_learned_survives_as_json() -> None:
 
 
 def test_a_length_that_nobody_has_reached_is_uncertain_and_not_impossible() -> None:
-    mean, variance = learned([5] * 5000).growth(30_000, 64)
+    mean, variance, _ = learned([5] * 5000).growth(30_000, 64)
 
     assert 0 < mean <= 64
     assert variance >= 0
