@@ -29,6 +29,7 @@ from gateway.dispatch.ledger import Entry, Ledger, Progress
 from gateway.dispatch.steward import Steward
 from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport
 from policies.dispatching import Placement, place_one, plan_round
+from policies.estimators.pace import Pace
 from policies.ordering import TenantCounters
 from policies.placement import eligible
 from policies.schema import Policy
@@ -54,6 +55,7 @@ class Dispatcher:
         "_depths",
         "_ledger",
         "_overdue",
+        "_pace",
         "_presence",
         "_queue",
         "_rng",
@@ -99,6 +101,7 @@ class Dispatcher:
         self._deliver = deliver
         self._sink = sink
         self.tenants = TenantCounters()
+        self._pace = Pace()
         self._depths: Mapping[tuple[str, str], int] = {}
         self._waiting_here: dict[str, int] = {}
         self._overdue = False
@@ -155,11 +158,13 @@ class Dispatcher:
     def first_token(self, work: Work, grant: Grant, engine_ttft_s: float) -> None:
         """An attempt showed its first token."""
         self._ledger[grant.engine].first_token(grant.work_id, grant.attempt)
+        self._pace.first_token(grant.engine, grant.work_id, grant.attempt, engine_ttft_s)
         self._sizing.on_event(FirstToken(work, grant.engine, engine_ttft_s, grant.attempt), self._clock.pool_s())
         self.wake_if_waiting()
 
     def finished(self, work: Work, grant: Grant, outcome: Outcome | None) -> None:
         """An attempt ended, or its grant will not be used; frees its place. Idempotent per attempt."""
+        self._pace.ended(grant.work_id, grant.attempt)
         if self._ledger[grant.engine].remove(grant.work_id, grant.attempt):
             now_s = self._clock.pool_s()
             self._uncertain.pop((grant.work_id, grant.attempt), None)
@@ -228,7 +233,10 @@ class Dispatcher:
             return False
         views = self._roster.views(self._clock.now_s())
         fresh = [work for work in waiting.works if (work.id, work.attempt + 1) not in self._uncertain]
-        placements = plan_round(fresh, views, self._sizing, policy, now_s, self._rng.random(), tenants=self.tenants)
+        draw = self._rng.random()
+        placements = plan_round(
+            fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, pace=self._pace
+        )
         # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
         repeated = [
             grant for work in waiting.works if (grant := self._uncertain.get((work.id, work.attempt + 1))) is not None
@@ -280,7 +288,9 @@ class Dispatcher:
 
     def _count(self, work: Work, engine: str, attempt: int, now_s: float) -> None:
         """Count an attempt from now on: in the ledger, and with whoever decides by what runs."""
-        self._ledger[engine].add(work, attempt, now_s)
+        ledger = self._ledger[engine]
+        ledger.add(work, attempt, now_s)
+        self._pace.granted(work.id, attempt, ledger.prefill_tokens)
         self._sizing.on_event(Granted(work, engine, attempt), now_s)
 
     def _others_first(self, work: Work, policy: Policy) -> bool:

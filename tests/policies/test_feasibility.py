@@ -1,0 +1,103 @@
+"""Works that cannot all be in time: as many as can be go first, the others after them, and none is lost."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.dispatching import plan_round
+from policies.estimators.pace import Pace
+from policies.limits import LIMITS
+from policies.ordering.feasibility import SPARE, STRETCH, hopeful_first
+from policies.vocabulary import Work
+from tests.policies.worlds import NOW_S, engine, policy, work
+
+SECONDS_PER_TOKEN = 1e-3
+
+
+def due(number: int, *, prompt_tokens: int, within_s: float) -> Work:
+    return work(f"w{number}", prompt_tokens=prompt_tokens, accepted_s=NOW_S, deadline_s=NOW_S + within_s)
+
+
+def ordered(works: list[Work], ahead_s: float = 0.0) -> list[Work]:
+    works = sorted(works, key=lambda one: (one.deadline_s or 0.0, one.id))
+    return hopeful_first(works, lambda one: one.prompt_tokens * SECONDS_PER_TOKEN, lambda _one: ahead_s, NOW_S)
+
+
+def in_time(works: list[Work]) -> int:
+    """How many are in time when they are served in this order."""
+    at_s, count = NOW_S, 0
+    for one in works:
+        at_s += STRETCH * one.prompt_tokens * SECONDS_PER_TOKEN
+        assert one.deadline_s is not None
+        count += at_s <= one.deadline_s - SPARE * (one.deadline_s - one.accepted_s) + 1e-9
+    return count
+
+
+lots = st.lists(
+    st.tuples(st.integers(1, 900), st.floats(0.05, 3.0)).map(lambda pair: pair), min_size=1, max_size=8
+).map(lambda pairs: [due(n, prompt_tokens=tokens, within_s=s) for n, (tokens, s) in enumerate(pairs)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(lots)
+def test_no_order_has_more_works_in_time(works: list[Work]) -> None:
+    best = max(
+        in_time(sorted(some, key=lambda one: one.deadline_s or 0.0))
+        for size in range(len(works) + 1)
+        for some in combinations(works, size)
+    )
+
+    assert in_time(ordered(works)) == best
+
+
+@settings(max_examples=60, deadline=None)
+@given(lots, st.floats(0, 2))
+def test_every_work_is_in_the_order_once(works: list[Work], ahead_s: float) -> None:
+    found = ordered(works, ahead_s)
+
+    assert sorted(one.id for one in found) == sorted(one.id for one in works)
+
+
+def test_works_that_can_all_be_in_time_keep_the_order_of_deadlines() -> None:
+    works = [due(number, prompt_tokens=10, within_s=1.0 + number) for number in range(10)]
+
+    assert ordered(works) == works
+
+
+def test_the_longest_of_those_that_are_too_many_is_given_up() -> None:
+    works = [due(0, prompt_tokens=700, within_s=1.0), *(due(n, prompt_tokens=200, within_s=1.1) for n in range(1, 4))]
+
+    assert [one.id for one in ordered(works)] == ["w1", "w2", "w3", "w0"]
+
+
+def test_what_the_engines_were_given_already_counts() -> None:
+    works = [due(0, prompt_tokens=400, within_s=1.0), due(1, prompt_tokens=100, within_s=1.1)]
+
+    assert [one.id for one in ordered(works, ahead_s=0.5)] == ["w1", "w0"]
+
+
+def test_a_round_places_those_that_can_be_in_time_first_by_the_pace_it_learned() -> None:
+    pace = Pace()
+    pace.granted("seen", 1, 1000)
+    pace.first_token("e0", "seen", 1, 1.0)
+    works = [due(0, prompt_tokens=700, within_s=1.0), due(1, prompt_tokens=200, within_s=1.1)]
+    sizing = LIMITS["fixed"](policy("version: 1\nclasses: {chat: {ttft_sla_s: 1}}\nsizing: {fixed: {total: 1}}\n"))
+
+    blind = plan_round(works, [engine()], sizing, policy(), NOW_S, 0.5)
+    seeing = plan_round(works, [engine()], sizing, policy(), NOW_S, 0.5, pace=pace)
+
+    assert [one.work.id for one in blind] == ["w0"]
+    assert [one.work.id for one in seeing] == ["w1"]
+
+
+def test_a_pace_is_learned_from_prompts_long_enough_to_show_it() -> None:
+    pace = Pace()
+    for number, tokens in enumerate((20, 1000)):
+        pace.granted(f"w{number}", 1, tokens)
+        pace.first_token("e0", f"w{number}", 1, 0.5)
+
+    assert pace.seconds_per_token("e0") == 0.5 / 1000
+    assert pace.seconds_per_token("e1") is None
