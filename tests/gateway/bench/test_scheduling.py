@@ -25,7 +25,7 @@ from gateway.bench.cells import BULK, INTERACTIVE, Cell, load_cells, shipped_dat
 from gateway.bench.perturbations import PERTURBATIONS, Perturbed
 from gateway.bench.report import write_report
 from gateway.bench.runs import CLAIRVOYANT, Task, ceiling, perform, plan_of, play
-from gateway.bench.scheduling import bar, best_static, run_all, summarise, tasks_of
+from gateway.bench.scheduling import bar, best_static, refined, run_all, summarise, tasks_of
 from gateway.cli import main
 from gateway.replay.rows import read_rows
 from gateway.replay.trace import Request
@@ -348,6 +348,19 @@ def test_quick_is_one_seed_and_perturbed_runs_are_ours_and_the_clairvoyants(tmp_
     assert len(whole) > 2 * len(quick)
     assert {(task.cell, task.contender) for task in killed} <= {("pool", CLAIRVOYANT), ("pool", "token_ledger")}
     assert killed[0].stem == "pool+engine_killed.clairvoyant.1"
+
+
+def test_a_quick_run_looks_at_the_windows_beside_the_best_it_found(tmp_path: Path) -> None:
+    cell = small(seconds=20)
+    measured = {4: (1.0, 40.0), 8: (0.98, 80.0), 12: (0.5, 120.0)}
+    found: dict[Task, Mapping[str, float | None]] = {
+        Task(cell.name, f"static_bulk_{window}", 1, DATA, tmp_path): {"attainment": met, "bulk_tokens_per_s": bulk}
+        for window, (met, bulk) in measured.items()
+    }
+
+    more = refined([cell], found)
+
+    assert [task.contender for task in more] == ["static_bulk_2", "static_bulk_6"]
 
 
 @pytest.mark.parametrize(
