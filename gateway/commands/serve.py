@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -27,6 +28,9 @@ from gateway.stop_signals import finished_before, stop_signals
 
 CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 """Quota and period in microseconds of the container that we are in (cgroup version 2)."""
+
+SPARE_FILES = 64
+"""Open files for all but streams: the log, the listeners, Redis, samples of engines, files read anew."""
 
 USAGE = 2
 
@@ -43,26 +47,45 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
-    settings = settings_from(args, os.environ)
+    given = settings_from(args, os.environ)
+    files = allow_open_files(2 * given.limits.connections_max + SPARE_FILES)
+    settings = within_open_files(given, files)
     workers = settings.workers or cores()
-    allow_open_files(2 * settings.limits.connections_max)
     logs = open_logs(log_format=settings.log_format, log_level=settings.log_level)
     logs.adopt_stdlib()
+    if settings != given:
+        logs.log.info("few open files are allowed", files=files, connections_max=settings.limits.connections_max)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if workers == 1:
                 return runner.run(serve(settings, logs.log))
-            return runner.run(supervise(settings, logs.log, workers, lambda: settings_from(args, os.environ)))
+            return runner.run(
+                supervise(
+                    settings, logs.log, workers, lambda: within_open_files(settings_from(args, os.environ), files)
+                )
+            )
     finally:
         logs.close()
 
 
-def allow_open_files(wanted: int) -> None:
-    """Raise the soft limit of open files towards `wanted`, as far as the hard limit lets us: each stream needs two."""
+def allow_open_files(wanted: int) -> int:
+    """Raise the soft limit of open files towards `wanted`, as far as the hard limit lets us, and return what it is now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft < most:
+    if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
+
+
+def within_open_files(settings: Settings, files: int) -> Settings:
+    """The settings with no more connections than that many open files can carry, two for each stream.
+
+    A connection past `connections_max` is answered 503; one past the open files is reset by the system, unlogged.
+    """
+    connections_max = max(1, (files - SPARE_FILES) // 2)
+    if settings.limits.connections_max <= connections_max:
+        return settings
+    return replace(settings, limits=replace(settings.limits, connections_max=connections_max))
 
 
 def cores() -> int:

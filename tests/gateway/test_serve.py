@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from gateway.commands.serve import SPARE_FILES
 from gateway.demo.engines import engine_process, simulated
 
 pytestmark = pytest.mark.slow
@@ -24,12 +25,13 @@ STREAM = {"model": "m", "prompt": "water", "max_tokens": 400, "ignore_eos": True
 
 
 @asynccontextmanager
-async def serving(*args: str, folder: Path) -> AsyncIterator[tuple[Process, str]]:
+async def serving(*args: str, folder: Path, open_files: int | None = None) -> AsyncIterator[tuple[Process, str]]:
     """A gateway process and its public URL; ended by pid when the context ends."""
     listen = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--state-dir", str(folder / "state"))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway.cli", "serve", *listen, *args, stdout=PIPE, stderr=PIPE
-    )
+        *(() if open_files is None else ("sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh")),
+        sys.executable, "-m", "gateway.cli", "serve", *listen, *args, stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
     assert process.stdout is not None
     try:
         async with asyncio.timeout(30):
@@ -92,8 +94,7 @@ async def test_the_settings_in_force_are_logged_without_secrets(engine: str, tmp
         assert process.stderr is not None
         log = (await process.stderr.read()).decode()
 
-    starting = json.loads(log.splitlines()[0])
-    assert starting["event"] == "starting"
+    (starting,) = [line for line in map(json.loads, log.splitlines()) if line["event"] == "starting"]
     assert starting["settings"]["engines"] == [f"e1=auto+{engine}"]
     assert "hunter2" not in log
 
@@ -121,3 +122,22 @@ async def test_a_taken_port_is_told_with_the_remedy(engine: str, tmp_path: Path)
     last = told.decode().splitlines()[-1]
     assert last.startswith(f"headrace: listen {url.removeprefix('http://')}: ")
     assert "choose another address" in last
+
+
+async def test_past_what_the_open_files_allow_a_client_is_told_so_and_the_log_says_why(
+    engine: str, tmp_path: Path
+) -> None:
+    async with serving("--engine", engine, folder=tmp_path, open_files=SPARE_FILES + 20) as (process, url):
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+            host, port = url.removeprefix("http://").split(":")
+            held = [await asyncio.open_connection(host, int(port)) for _ in range(10)]
+            async with session.get(f"{url}/health") as answer:
+                refused = answer.status, (await answer.json())["error"]["code"]
+            for _, writer in held:
+                writer.close()
+        process.send_signal(signal.SIGTERM)
+        _, log = await process.communicate()
+
+    assert refused == (503, "connections_full")
+    (told,) = [line for line in map(json.loads, log.splitlines()) if line["event"] == "few open files are allowed"]
+    assert (told["files"], told["connections_max"]) == (SPARE_FILES + 20, 10)
