@@ -181,8 +181,9 @@ class Service:
         """Refuse what no engine can take now, and what its class has no room for."""
         work = course.work
         if not self._somebody_serves(work):
-            course.result = Result.UNAVAILABLE
-            raise self._nobody(work)
+            refusal = self._nobody(work)
+            course.result = Result.CLIENT_ERROR if refusal.status == 404 else Result.UNAVAILABLE
+            raise refusal
         refused = admit(
             work.class_name,
             depth=self._dispatcher.depth(work.class_name),

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.end_to_end.conftest import SHORT_TIMEOUTS, Stage, StartGateway, engines_yaml
+from tests.end_to_end.counts import counts
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.routes import (
     CHAT,
@@ -592,6 +593,7 @@ async def test_tgis_own_routes_pass_byte_for_byte(tgi: tuple[GatewayProcess, Scr
 
 async def test_a_route_that_no_engine_speaks_is_a_clear_404(tgi: tuple[GatewayProcess, ScriptedEngine]) -> None:
     gateway, _ = tgi
+    before = await counts(gateway, MODEL)
 
     for path in ("/v1/rerank", "/v1/embeddings", "/v1/responses"):
         answered = await ask(gateway.port, request("POST", path, chat_body()))
@@ -599,6 +601,9 @@ async def test_a_route_that_no_engine_speaks_is_a_clear_404(tgi: tuple[GatewayPr
         assert answered.status == 404
         assert answered.error()["code"] == "route_not_served"
         assert path in str(answered.error()["message"])
+
+    grown = await counts(gateway, MODEL) - before
+    assert (grown["client_error"], grown["unavailable"]) == (3, 0)
 
 
 async def test_a_vllm_engine_is_not_asked_for_tgis_routes(stage: Stage) -> None:
