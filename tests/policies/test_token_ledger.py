@@ -204,7 +204,7 @@ def replayed(told_of: Sequence[tuple[str, int, int]]) -> Account:
             f"w{number}", ("chat", "night", "scrap")[number % 3], tenant=f"t{number % 4}", prompt_tokens=900 + number
         )
         if kind == "grant":
-            account.granted(one, 1)
+            account.granted(one, 1, NOW_S)
             shown.setdefault(number, 0)
         elif kind == "first":
             account.first_token(FirstToken(one, "e0", 0.3), NOW_S)
@@ -331,6 +331,21 @@ def test_urgent_prompts_beyond_the_pipe_stay_where_their_order_can_change() -> N
         pending += one.prompt_tokens
 
     assert admitted == [True, False, False]
+
+
+def test_answers_that_show_nothing_before_their_end_do_not_fill_the_pipe_for_ever() -> None:
+    ledger = TokenLedger(POLICY)
+    some = [work(f"c{number}", "chat", prompt_tokens=3000) for number in range(2)]
+    for one in some:
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+    view = told({"chat": 2}, kv_tokens=6000, prefill_tokens=6000)
+    admitted = []
+    for at_s in (0.5, 5.0):
+        ledger.on_event(Progressed("e0", [Running(one, 1, 0, False) for one in some]), NOW_S + at_s)
+        ledger.on_event(Sampled(view), NOW_S + at_s)
+        admitted.append(ledger.admit(work("x", "chat", prompt_tokens=3000), view, NOW_S + at_s).admitted)
+
+    assert admitted == [False, True]
 
 
 @pytest.mark.parametrize(

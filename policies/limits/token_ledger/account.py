@@ -32,6 +32,9 @@ NOTHING = (0.0,) * COLUMNS
 CORRELATION = 0.1
 GAP_WINDOW_S = 1.0
 LEAST_STEPS = 4.0
+UNSEEN_S = 1.0
+UNSEEN_FACTOR = 3.0
+"""A first token so much later than predicted, and than UNSEEN_S, has been made and was not shown."""
 PEAK_KEPT_S = 600
 """Seconds of which the peak of the urgent classes' memory is remembered."""
 FIRST_TOKENS_S = 10.0
@@ -64,14 +67,17 @@ def newcomer(work: Work, keys: Iterable[Key], lengths: Lengths) -> tuple[Forecas
 @dataclass(slots=True)
 class Entry:
     """One attempt. `behind` is what its first token is predicted from: pending prompt tokens, its own included, the works
-    and the tokens that were there when it was granted."""
+    and the tokens that were there when it was granted. `assumed`: no first token was seen, but it must have been made by
+    now; an answer that is not streamed shows none before its end."""
 
     work: Work
     keys: tuple[Key, Key, Key]
     urgent: bool
     behind: tuple[float, float, float]
+    granted_s: float
     shown_tokens: int = 0
     prefilled: bool = False
+    assumed: bool = False
     window_tokens: int | None = None
     means: Forecast = NOTHING
     variances: Forecast = NOTHING
@@ -90,7 +96,8 @@ class Tenancy:
 
 @dataclass(slots=True)
 class Sums:
-    """What the entries add up to. held: prompt and shown tokens; pending: prompts without a first token yet."""
+    """What the entries add up to. held: prompt and shown tokens; pending: prompts without a first token yet; assumed: those
+    of them that must have had it."""
 
     works: dict[str, int] = field(default_factory=dict)
     means: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)
@@ -99,6 +106,7 @@ class Sums:
     held_tokens: int = 0
     pending_urgent: int = 0
     pending_patient: int = 0
+    assumed: int = 0
 
     def count(self, entry: Entry, sign: int) -> None:
         """Add an entry with its forecast, or take it out."""
@@ -120,7 +128,9 @@ class Sums:
             self.prefill(entry, sign)
 
     def prefill(self, entry: Entry, sign: int) -> None:
-        if entry.urgent:
+        if entry.assumed:
+            self.assumed += sign * entry.work.prompt_tokens
+        elif entry.urgent:
             self.pending_urgent += sign * entry.work.prompt_tokens
         else:
             self.pending_patient += sign * entry.work.prompt_tokens
@@ -169,7 +179,7 @@ class Account:
 
     # -- what comes and goes -------------------------------------------------------------------------------------------
 
-    def granted(self, work: Work, attempt: int) -> Entry:
+    def granted(self, work: Work, attempt: int, now_s: float) -> Entry:
         """Count an attempt. Idempotent."""
         key = (work.id, attempt)
         found = self.entries.get(key)
@@ -178,7 +188,9 @@ class Account:
         sums = self.sums
         pending = sums.pending_urgent + sums.pending_patient + work.prompt_tokens
         keys = levels(work.tenant, work.class_name, work.model)
-        entry = Entry(work, keys, work.class_name in self._urgent, (pending, len(self.entries), sums.held_tokens))
+        entry = Entry(
+            work, keys, work.class_name in self._urgent, (pending, len(self.entries), sums.held_tokens), now_s
+        )
         entry.means, entry.variances = forecast(work, 0, keys, self._lengths)
         self.entries[key] = entry
         sums.count(entry, 1)
@@ -208,9 +220,11 @@ class Account:
         known, entries = self.entries, {}
         for one in running:
             key = (one.work.id, one.attempt)
-            entry = known.get(key) or self.granted(one.work, one.attempt)
+            entry = known.get(key) or self.granted(one.work, one.attempt, now_s)
             entry.shown_tokens = one.shown_tokens
             entry.prefilled = one.prefilled
+            waited_s = now_s - entry.granted_s
+            entry.assumed = waited_s > UNSEEN_S and waited_s > UNSEEN_FACTOR * self.step.ttft_s(*entry.behind)
             entries[key] = entry
         self.entries = entries
         self._look_at_gaps(now_s)
@@ -274,7 +288,7 @@ class Account:
     def pending(self, view: EngineView, beyond: Sequence[tuple[str, int]]) -> tuple[float, float]:
         """Prompt tokens not prefilled yet: of urgent works, of all others."""
         sums = self.sums
-        more = max(0, view.prefill_tokens - sums.pending_urgent - sums.pending_patient)
+        more = max(0, view.prefill_tokens - sums.pending_urgent - sums.pending_patient - sums.assumed)
         if any(name not in self._urgent for name, _ in beyond):
             return sums.pending_urgent, sums.pending_patient + more
         return sums.pending_urgent + more, sums.pending_patient

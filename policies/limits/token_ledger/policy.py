@@ -32,6 +32,7 @@ from policies.vocabulary import EngineView, Guard, GuardReading, Quality, Result
 
 REBUILD_S = 5.0
 PROMPTS_KEPT = 256
+KINDS_KEPT = 4096
 USUAL_PROMPT_TOKENS = 1024
 SILENT_S = 10.0
 STALE_POLLS = 3
@@ -55,6 +56,7 @@ class TokenLedger:
         "_fresh",
         "_kinds",
         "_lengths",
+        "_newcomers",
         "_objectives",
         "_policy",
         "_prompts",
@@ -72,6 +74,7 @@ class TokenLedger:
         self._objectives = frozenset(name for name, one in policy.classes.items() if one.has_ttft_objective)
         self._tpot_s = min((one.tpot_sla_s for one in policy.classes.values() if one.tpot_sla_s), default=None)
         self._lengths = Lengths()
+        self._newcomers: dict[tuple[str, str, str, int | None, int], tuple[Forecast, Forecast]] = {}
         self._engines: dict[str, _Engine] = {}
         self._prompts: dict[str, deque[int]] = {}
         self._kinds: dict[str, Key] = {}
@@ -83,7 +86,10 @@ class TokenLedger:
     def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
         """Every guard that binds the work's class, with value and threshold. An idle engine takes any one work."""
         mine = self._of(engine.name)
-        readings, _ = self._ask(mine, work, engine, self._scene(mine, engine, now_s))
+        seen = mine.seen
+        if seen is None or seen[0] is not engine or seen[1] != now_s:
+            seen = mine.seen = (engine, now_s, self._scene(mine, engine, now_s))
+        readings, _ = self._ask(mine, work, engine, seen[2])
         if not engine.in_flight_total:
             readings = [GuardReading(one.guard, one.value, max(one.value, one.threshold), True) for one in readings]
         return Verdict(all(one.passed for one in readings), tuple(readings))
@@ -103,6 +109,7 @@ class TokenLedger:
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         """Learn from what happened."""
+        self._of(event.view.name if isinstance(event, Sampled) else event.engine).seen = None
         if isinstance(event, Sampled):
             self._sampled(event, now_s)
         elif isinstance(event, Granted):
@@ -128,6 +135,8 @@ class TokenLedger:
         lengths, engines = state.get("lengths"), state.get("engines")
         if isinstance(lengths, Mapping):
             self._lengths.restore(lengths)
+            self._fresh.clear()
+            self._newcomers.clear()
         if isinstance(engines, Mapping):
             for name, one in engines.items():
                 if isinstance(one, Mapping):
@@ -143,7 +152,7 @@ class TokenLedger:
         """(readings, steps to overflow)."""
         fields, model, account = self._fields, mine.account.step, mine.account
         patient = work.class_name not in self._objectives
-        means, variances = newcomer(work, levels(work.tenant, work.class_name, work.model), self._lengths)
+        means, variances = self._newcomer(work)
         extra = [all_here - own for all_here, own in zip(scene.variances, account.sums.variances, strict=True)]
         asked = Asked(
             prompt_tokens=work.prompt_tokens,
@@ -216,6 +225,17 @@ class TokenLedger:
             oversize_due=now_s - mine.oversize_s >= OVERSIZE_EVERY_S,
         )
 
+    def _newcomer(self, work: Work) -> tuple[Forecast, Forecast]:
+        """The columns of a work to come, kept until lengths are looked at again: they are the same for its kind."""
+        kind = (work.tenant, work.class_name, work.model, work.max_tokens, work.sequences)
+        found = self._newcomers.get(kind)
+        if found is None:
+            if len(self._newcomers) >= KINDS_KEPT:
+                self._newcomers.clear()
+            keys = levels(work.tenant, work.class_name, work.model)
+            found = self._newcomers[kind] = newcomer(work, keys, self._lengths)
+        return found
+
     def _fresh_of(self, class_name: str) -> tuple[Forecast, Forecast]:
         """What one work of a class of which nothing more is known will make."""
         found = self._fresh.get(class_name)
@@ -238,7 +258,7 @@ class TokenLedger:
 
     def _granted(self, event: Granted, now_s: float) -> None:
         mine, work = self._of(event.engine), event.work
-        mine.account.granted(work, event.attempt)
+        mine.account.granted(work, event.attempt, now_s)
         self._kinds[work.class_name] = (work.class_name, work.model)
         prompts = self._prompts.get(work.class_name)
         if prompts is None:
@@ -315,6 +335,7 @@ class TokenLedger:
             for entry in one.account.entries.values()
         )
         self._fresh.clear()
+        self._newcomers.clear()
         hypothesis = self._hypothesis()
         for one in self._engines.values():
             one.hypothesis = hypothesis
@@ -350,6 +371,7 @@ class _Engine:
     oversize_s: float = -math.inf
     noted_s: float = -math.inf
     steps_to_overflow: float = math.inf
+    seen: tuple[EngineView, float, Scene] | None = None
     preempted: bool = False
     preempted_s: float = -math.inf
     careful: bool = False
