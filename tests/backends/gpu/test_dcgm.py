@@ -106,6 +106,17 @@ async def test_blank_and_absurd_numbers_are_dropped(name: str, field: GpuField, 
     assert sample.cards[0].value(GpuField.TEMPERATURE_C) == 61
 
 
+@pytest.mark.parametrize("pod", ["a", "b"])
+async def test_of_repeated_series_the_one_that_says_something_counts(pod: str) -> None:
+    free = rb'(?m)^(DCGM_FI_DEV_FB_FREE.*pod="' + pod.encode() + rb'"\}) 8000$'
+    page, changed = re.subn(free, rb"\1 9223372036854775794", TWO_CARDS)
+    assert changed == 1
+
+    sample = await read(page, "0")
+
+    assert sample.cards[0].value(GpuField.MEMORY_FREE_BYTES) == 8000 * MIB
+
+
 async def test_mig_slices_stand_for_their_card_and_take_its_temperature_but_not_its_power() -> None:
     sample = await read(MIG)
 
