@@ -60,11 +60,6 @@ class EventSplitter:
         self._seam = b""
         self.oversize = False
 
-    @property
-    def at_boundary(self) -> bool:
-        """True when an event of ours may be written now: nothing of an unfinished one is held or was let through."""
-        return not self._held and not self.oversize
-
     def feed(self, data: bytes) -> bytes:
         """The bytes that may be relayed now; b"" while an event is incomplete.
 

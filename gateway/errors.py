@@ -52,6 +52,17 @@ class Refusal(Exception):
         return f"{self.status} {self.reason or self.type}: {self.message}"
 
 
+def model_not_found(name: str) -> Refusal:
+    """404 in the words of OpenAI, whose SDKs look for the code."""
+    return Refusal(
+        404,
+        f"The model `{name[:100]}` does not exist: GET /v1/models lists those served.",
+        reason="model_not_found",
+        code="model_not_found",
+        param="model",
+    )
+
+
 class StartError(Exception):
     """The gateway cannot start, for a reason that an operator can put right: the message says which, and how."""
 

@@ -11,12 +11,12 @@ Everything that reaches the client goes through here, so this is where these pro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from gateway.clock import Clock
 from gateway.errors import Refusal, render_body, render_event
 from gateway.exchange import Exchange
+from gateway.ingress.wire import refusal_headers
 from gateway.settings import Timeouts
 
 STREAM_HEADERS = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
@@ -155,9 +155,7 @@ class Reply:
 
     def _answer(self, status: int, body: bytes, refusal: Refusal, content_type: str) -> None:
         self.status = status
-        headers = [("content-type", content_type), *refusal.headers, *self._exchange.response_headers]
-        if refusal.retry_after_s is not None:
-            headers.append(("retry-after", str(whole_retry_after_s(refusal.retry_after_s))))
+        headers = [*refusal_headers(refusal, content_type), *self._exchange.response_headers]
         downstream = self._exchange.downstream
         downstream.start(status, headers, content_length=len(body))
         if body:
@@ -176,11 +174,6 @@ class Reply:
         self._paused = False
         if self._on_resume is not None:
             self._on_resume()
-
-
-def whole_retry_after_s(retry_after_s: float) -> int:
-    """A Retry-After that SDKs honour: whole seconds, 1 to 60."""
-    return min(60, max(1, math.ceil(retry_after_s)))
 
 
 def _ignore() -> None:

@@ -29,7 +29,7 @@ from gateway.dispatch.owner import Owner, QueueFull
 from gateway.dispatch.relay import AttemptEnd, Relay
 from gateway.dispatch.reply import Reply
 from gateway.dispatch.watchdog import Watchdog
-from gateway.errors import Refusal
+from gateway.errors import Refusal, model_not_found
 from gateway.exchange import Exchange
 from gateway.ingress.body_edits import edited
 from gateway.logs import Log
@@ -212,13 +212,7 @@ class Service:
                 code="route_not_served",
             )
         if not listed and self._roster.any_up() and all(e.state is not EngineState.STARTING for e in self._roster):
-            return Refusal(
-                404,
-                f"The model `{work.model[:100]}` does not exist: GET /v1/models lists those served.",
-                reason="model_not_found",
-                code="model_not_found",
-                param="model",
-            )
+            return model_not_found(work.model)
         return Refusal(
             503,
             f"no engine can serve model {work.model[:100]!r} now; try again",

@@ -10,8 +10,7 @@ for it:
 * a transport that is closing but cannot flush (its client takes nothing) is aborted after `stalled_client_s`: closing
   alone would wait for ever. A client that reads slowly takes something, and gets the rest.
 
-Verified against web_protocol.py of aiohttp 3.14; the private names used are `_request_count`, `_waiter`,
-`_messages`,
+Verified against web_protocol.py of aiohttp 3.14; the private names used are `_request_count`, `_waiter`, `_messages`,
 `_ErrInfo`, `_current_request`, `_task_handler`, `_force_close` and `_drain_helper`.
 """
 

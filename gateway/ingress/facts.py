@@ -1,8 +1,8 @@
 """What the gateway reads of a body, and nothing more: `Facts` for classifying, queueing and sizing.
 
 The body is parsed once, by orjson (strict UTF-8, no NaN, no recursion). What is no JSON object, is nested deeper than
-DEPTH_MAX (engines parse recursively and may die of it), or names no model, is refused here. Every other oddity is the engine's to judge: a field of a strange type counts as absent and
-passes unread, so that a new API field never breaks.
+DEPTH_MAX (engines parse recursively and may die of it), or names no model, is refused here. Every other oddity is the
+engine's to judge: a field of a strange type counts as absent and passes unread, so that a new API field never breaks.
 
 Token counts are estimates: a quarter of the text's UTF-8 bytes, the length of lists of token ids, a flat number for an
 image or a sound.

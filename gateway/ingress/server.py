@@ -22,7 +22,7 @@ import orjson
 from aiohttp import web
 
 from gateway.clock import Clock
-from gateway.errors import Dialect, Refusal, render_body
+from gateway.errors import Dialect, Refusal, model_not_found, render_body
 from gateway.exchange import Exchange, Facts
 from gateway.ingress import headers as fields_of
 from gateway.ingress.auth import Caller, KeyRing
@@ -275,7 +275,7 @@ class Ingress:
         else:
             facts = read_json(body, path=target.path, always_stream=route.always_stream, default_model=default_model)
         if not self._catalogue.knows(self._aliases.get(facts.model, facts.model)):
-            raise _unknown_model(facts.model)
+            raise model_not_found(facts.model)
         return facts
 
     def _default_model(self) -> str | None:
@@ -289,7 +289,7 @@ class Ingress:
         for model in self._catalogue.models():
             if model.get("id") == name:
                 return model
-        raise _unknown_model(name)
+        raise model_not_found(name)
 
     def _preflight(self, visit: _Visit, route: Route) -> None:
         given = visit.request.headers
@@ -362,15 +362,4 @@ def _wrong_method(method: str, route: Route) -> Refusal:
         f"method {method} is not allowed here: use {route.allow}",
         reason="method_not_allowed",
         headers=(("allow", route.allow),),
-    )
-
-
-def _unknown_model(name: str) -> Refusal:
-    return Refusal(
-        404,
-        f"The model `{name[:100]}` does not exist: GET /v1/models lists those served.",
-        "invalid_request_error",
-        "model_not_found",
-        code="model_not_found",
-        param="model",
     )

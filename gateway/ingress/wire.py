@@ -48,9 +48,9 @@ def head(status: int, own_lines: str, headers: Iterable[tuple[str, str]]) -> byt
     return "".join(lines).encode("latin-1", "replace")
 
 
-def refusal_headers(refusal: Refusal) -> list[tuple[str, str]]:
+def refusal_headers(refusal: Refusal, content_type: str = JSON[1]) -> list[tuple[str, str]]:
     """The refusal's own fields, with a Retry-After that SDKs honour (whole seconds, 1 to 60)."""
-    headers = [JSON, *refusal.headers]
+    headers = [(JSON[0], content_type), *refusal.headers]
     if refusal.retry_after_s is not None:
         headers.append(("retry-after", str(min(60, max(1, math.ceil(refusal.retry_after_s))))))
     return headers

@@ -103,10 +103,9 @@ def test_an_incomplete_event_is_held_until_its_end() -> None:
     splitter = EventSplitter()
 
     first = splitter.feed(b"data: a\n\ndata: b")
-    held = splitter.at_boundary
     second = splitter.feed(b"\n\n")
 
-    assert (first, held, second, splitter.at_boundary) == (b"data: a\n\n", False, b"data: b\n\n", True)
+    assert (first, second, splitter.take_rest()) == (b"data: a\n\n", b"data: b\n\n", b"")
 
 
 def test_a_comment_line_is_let_through_before_its_event_is_complete() -> None:
@@ -117,12 +116,10 @@ def test_a_comment_line_is_let_through_before_its_event_is_complete() -> None:
     assert ready == b"data: a\n\n: ping\n"
 
 
-def test_a_comment_line_leaves_room_for_an_event_of_ours() -> None:
+def test_a_comment_line_alone_is_let_through_so_that_an_event_of_ours_may_follow() -> None:
     splitter = EventSplitter()
 
-    splitter.feed(b": ping\n")
-
-    assert splitter.at_boundary
+    assert splitter.feed(b": ping\n") == b": ping\n"
 
 
 def test_an_event_past_the_bound_goes_through_in_pieces() -> None:
@@ -133,14 +130,14 @@ def test_an_event_past_the_bound_goes_through_in_pieces() -> None:
     assert pieces == [b"", b"data: 12345678", b"9", b"\n", b"\n", b"data: x\n\n"]
 
 
-def test_an_event_past_the_bound_is_no_boundary_until_it_ends() -> None:
+def test_an_event_past_the_bound_is_told_to_be_open_until_it_ends() -> None:
     splitter = EventSplitter(hold_max_bytes=10)
 
     splitter.feed(b"data: 123456789")
-    during = (splitter.oversize, splitter.at_boundary)
+    during = splitter.oversize
     splitter.feed(b"0\r\n\r\n")
 
-    assert (during, splitter.oversize, splitter.at_boundary) == ((True, False), False, True)
+    assert (during, splitter.oversize) == (True, False)
 
 
 def test_eight_megabytes_on_one_line_pass_in_linear_time() -> None:
