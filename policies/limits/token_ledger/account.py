@@ -206,7 +206,8 @@ class Account:
         self.step.saw_first_token(event.engine_ttft_s, *entry.behind)
         work = event.work
         if work.deadline_s is not None and work.deadline_s > work.accepted_s:
-            self.first_tokens.append((now_s, (now_s - work.accepted_s) / (work.deadline_s - work.accepted_s)))
+            # The engine's part alone: what a work waited in our queue no cut of what runs can bring back.
+            self.first_tokens.append((now_s, event.engine_ttft_s / (work.deadline_s - work.accepted_s)))
 
     def ended(self, work_id: str, attempt: int) -> Entry | None:
         """Forget an attempt; None if it was not known."""
@@ -270,7 +271,7 @@ class Account:
             entry.window_tokens = entry.shown_tokens if entry.prefilled else None
 
     def lateness(self, share: float) -> float | None:
-        """Of the latest first tokens that had a deadline, the time used of that allowed, as a quantile; None of few."""
+        """Of the latest works that had a deadline, the engine's part of the time allowed, as a quantile; None of few."""
         if len(self.first_tokens) < 5:
             return None
         ordered = sorted(used for _, used in self.first_tokens)

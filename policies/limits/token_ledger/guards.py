@@ -15,6 +15,7 @@ from policies.schema import TokenLedgerSizing
 from policies.vocabulary import EngineView, Guard, GuardReading
 
 KV_SHARE = 0.97
+"""Of KV memory, for patient works. Urgent ones may use the rest: a refusal is a late answer, and bulk stops in time."""
 PIPE_SHARE = 0.25
 """Part of a TTFT objective that pending prompts of urgent works may take; the others wait where their order can change."""
 STALL_SHARE = 0.15
@@ -85,7 +86,7 @@ def kv(scene: Scene, asked: Asked, z: float, *, patient: bool) -> tuple[GuardRea
     if scene.capacity_tokens is None:
         return None
     needs = needed(scene, asked, z, patient=patient)
-    threshold = KV_SHARE * scene.capacity_tokens
+    threshold = KV_SHARE * scene.capacity_tokens if patient else scene.capacity_tokens
     steps = next((float(at) for at, need in zip(HORIZONS, needs, strict=True) if need > threshold), math.inf)
     return _reading(Guard.KV, max(needs) if patient else needs[0], threshold), steps
 
@@ -156,8 +157,10 @@ def stall(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizin
 
 
 def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
-    """The thin pipe: prefill time of urgent prompts that are pending, without this one, so that one always fits."""
-    value = scene.pending_urgent * model.prefill_s_per_token
+    """The thin pipe: time until the urgent prompts that are pending have their first tokens, without this work's, so that
+    one always fits."""
+    pending = scene.pending_urgent
+    value = model.ttft_s(pending, scene.sequences, scene.held_tokens) if pending else 0.0
     return _reading(Guard.STALL, value, PIPE_SHARE * (asked.objective_s or math.inf))
 
 
