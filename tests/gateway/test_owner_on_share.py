@@ -1,0 +1,125 @@
+"""Works that wait while the store cannot be reached: they start on the process's share, one for each place it has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway.clock import PoolClock
+from gateway.dispatch.owner import Owner
+from policies.vocabulary import Grant, Outcome, Work
+
+BOUNDS = {"chat": 100}
+
+
+class Share:
+    """The dispatcher as an owner sees it when cut off: so many places, and nobody who grants."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.started: list[str] = []
+
+    def start_on_share(self, work: Work) -> Grant | None:
+        if not self.places:
+            return None
+        self.places -= 1
+        self.started.append(work.id)
+        return Grant(work.id, "e0", 1, work.attempt + 1, 5.0)
+
+    def finished(self, _work: Work, _grant: Grant, _outcome: Outcome | None) -> None:
+        self.places += 1
+
+    def entered(self, _work: Work) -> None: ...
+
+    def left(self, _work: Work) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Unreachable:
+    """A store that answers no enqueue."""
+
+    async def enqueue(self, _work: Work, *, max_queue: object) -> object:
+        return await asyncio.Event().wait()
+
+
+def owner_with(share: Share, *, failing: bool = True) -> tuple[Owner, SimpleNamespace]:
+    presence = SimpleNamespace(failing=failing, leads=False, sole=False)
+    batcher: Any = Unreachable()
+    queue: Any = None
+    dispatcher: Any = share
+    owner = Owner(queue, batcher, presence, PoolClock(lambda: 0.0, offset_s=0.0))  # type: ignore[arg-type]
+    owner.serve(dispatcher)
+    return owner, presence
+
+
+@asynccontextmanager
+async def waiting(owner: Owner, *works: Work) -> AsyncIterator[list[asyncio.Task[Grant]]]:
+    """All of them wait, as long as the context lasts."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(owner.wait(work, BOUNDS)) for work in works]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        yield tasks
+        for task in tasks:
+            task.cancel()
+
+
+def work(name: str, rank: float) -> Work:
+    return Work(name, "chat", "t", "m", "/v1/completions", accepted_s=0.0, rank=rank)
+
+
+async def test_a_work_does_not_wait_for_a_store_that_cannot_take_it() -> None:
+    owner, _ = owner_with(Share(1))
+
+    async with asyncio.timeout(1):
+        grant = await owner.wait(work("w1", 1.0), BOUNDS)
+
+    assert grant.engine == "e0"
+    assert owner.waiting == 0
+
+
+async def test_works_that_a_place_is_free_for_again_start_in_the_order_of_their_ranks() -> None:
+    share = Share(1)
+    owner, _ = owner_with(share)
+    first = work("first", 0.0)
+    grant = await owner.wait(first, BOUNDS)
+
+    async with waiting(owner, work("late", 9.0), work("early", 1.0)) as (late, early):
+        assert share.started == ["first"]
+        owner.finished(first, grant, None)
+
+        assert (await early).work_id == "early"
+        assert not late.done()
+
+
+async def test_a_work_that_began_to_enter_the_store_before_the_cut_starts_when_the_cut_shows() -> None:
+    share = Share(1)
+    owner, presence = owner_with(share, failing=False)
+    async with waiting(owner, work("w1", 1.0)) as (task,):
+        assert share.started == []
+        presence.failing = True
+        owner._start_on_share()
+
+        assert (await task).work_id == "w1"
+
+
+@pytest.mark.parametrize("places", [0, 1])
+async def test_a_client_that_leaves_as_its_work_starts_gives_the_place_back(places: int) -> None:
+    share = Share(places)
+    owner, presence = owner_with(share, failing=False)
+    async with waiting(owner, work("w1", 1.0)) as (task,):
+        presence.failing = True
+        owner._start_on_share()
+        task.cancel()
+
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert len(share.started) == places
+    assert share.places == places
+    assert owner.waiting == 0
