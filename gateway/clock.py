@@ -21,6 +21,10 @@ SAMPLES_KEPT = 12
 DRIFT_PER_S = 1e-4
 """How fast two machines' clocks may drift apart: 100 ppm, twice what a bad quartz does."""
 
+CLOCK_ERROR_MAX_S = 0.1
+"""What an estimate of the pool clock may be wrong by where processes judge each other: two of them, in opposite directions,
+stay inside the tenth of a leader's validity that is kept back."""
+
 RESOLUTION_S = 0.001
 """The store's clock is read in whole milliseconds."""
 

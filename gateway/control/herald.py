@@ -49,6 +49,7 @@ class Herald:
         "_open",
         "_presence",
         "_publish_due_s",
+        "_published",
         "_queue",
         "_restore",
         "_roster",
@@ -77,6 +78,7 @@ class Herald:
         self._on_heard = on_heard
         self._version = 0
         self._followed = 0
+        self._published = 0
         self._epoch = 0
         self._engines_told: list[object] = []
         self._publish_due_s = -math.inf
@@ -111,9 +113,10 @@ class Herald:
             return
 
     async def _lead(self) -> None:
-        if self._epoch != self._presence.epoch:
+        epoch = self._presence.epoch
+        if self._epoch != epoch:
             await self._follow(restore=True)
-            self._epoch = self._presence.epoch
+            self._epoch = epoch
             self._publish_due_s = -math.inf
         now_s = self._clock.now_s()
         engines = [(engine.kind, engine.state, engine.models) for engine in self._roster]
@@ -125,20 +128,22 @@ class Herald:
             option=orjson.OPT_NON_STR_KEYS,
         )
         snapshot = Snapshot(version, content)
-        if await self._queue.publish(snapshot, epoch=self._presence.epoch, now_ms=self._presence.now_ms()):
-            self._version = self._followed = version
+        if await self._queue.publish(snapshot, epoch=epoch, now_ms=self._presence.now_ms()):
+            self._version = self._followed = self._published = version
             self._engines_told = list(engines)
             self._publish_due_s = now_s + PUBLISH_S
 
     async def _follow(self, *, restore: bool = False) -> None:
-        if self._version == self._followed:
+        """Take the newest snapshot. restore: also what its leader had learned, unless that was this process."""
+        restore = restore and self._version != self._published
+        if self._version == self._followed and not restore:
             return
         snapshot = await self._queue.snapshot()
         if snapshot is None:
             return
         content = orjson.loads(snapshot.content)
         now_s = self._clock.now_s()
-        for told in content.get("engines", []):
+        for told in content.get("engines", []) if snapshot.version != self._followed else ():
             if told.get("name") in self._roster:
                 engine = self._roster[told["name"]]
                 await self._adopt(engine, told, now_s)

@@ -1,7 +1,12 @@
 """This process's presence in its pool: session, leadership, clock; renewed on one beat.
 
 Validity is judged by this process's monotonic clock, counted from *before* the renewal was sent, minus a tenth: a
-process that was paused, or whose reply was late, believes itself invalid before anybody else may take over.
+process that was paused, or whose reply was late, believes itself invalid before anybody else may take over. That tenth
+is also what two clocks may differ by: a process whose estimate of the pool clock may be wrong by more than half of the
+tenth of the shortest validity does not lead, and one that never heard the store's clock tells it nothing.
+
+A leader that was itself cut off for longer than its session was valid gives the others, which may have been cut off with
+it, RETURN_S to report what they run before it decides, and sweeps none of them until then.
 
 `sole` says that nobody else can reach this pool's store (an embedded server whose state directory is locked by us):
 then leadership cannot be contested, and neither a missing record nor an unreachable store takes it away. A process
@@ -11,10 +16,11 @@ that is no `candidate` (a worker, whose supervisor decides) never asks for leade
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 
-from gateway.clock import PoolClock
+from gateway.clock import CLOCK_ERROR_MAX_S, PoolClock
 from gateway.queue.base import Expired, Queue, QueueUnavailable, Renewed, Session, SessionReport
 
 BEAT_S = 0.5
@@ -22,6 +28,8 @@ HURRY_S = 0.05
 SESSION_VALID_S = 5.0
 LEADER_VALID_S = 2.0
 CLOCK_EVERY_S = 5.0
+RETURN_S = 1.5
+"""A command's time-out, a beat, and as much again."""
 _SAFETY = 0.9
 
 
@@ -114,6 +122,10 @@ class Presence:
         now_s = self._clock.now_s()
         return now_s >= self._decide_from_s and (self.sole or now_s < self._leader_until_s)
 
+    def surely_before(self, pool_s: float) -> bool:
+        """That instant has come on nobody's clock yet, a leader's included."""
+        return self.sole or self._clock.pool_s() + self._clock.error_s + CLOCK_ERROR_MAX_S < pool_s
+
     @property
     def failing(self) -> bool:
         """The store did not answer our last beat: we may be cut off."""
@@ -158,9 +170,10 @@ class Presence:
 
     async def _beat(self) -> None:
         await self._correct_clock()
+        lapsed = self._session_until_s >= 0 and not self.connected
         await self._renew_session(ring=False)
-        if self._candidate:
-            await self._lead()
+        if self._candidate and (self.sole or self._clock.error_s <= CLOCK_ERROR_MAX_S):
+            await self._lead(lapsed=lapsed)
 
     async def leave(self) -> None:
         """Give up leadership and session, so that a successor need not wait for them to expire."""
@@ -174,7 +187,7 @@ class Presence:
 
     async def _correct_clock(self) -> None:
         now_s = self._clock.now_s()
-        if now_s < self._clock_due_s:
+        if now_s < self._clock_due_s and self._clock.error_s <= CLOCK_ERROR_MAX_S:
             return
         redis_ms = await self._queue.time_ms()
         received_s = self._clock.now_s()
@@ -182,6 +195,8 @@ class Presence:
         self._clock_due_s = now_s + CLOCK_EVERY_S
 
     async def _renew_session(self, *, ring: bool) -> None:
+        if self._clock.error_s == math.inf:
+            await self._correct_clock()
         self._changed.clear()
         sent_s, now_ms = self._clock.now_s(), self.now_ms()
         valid_for_ms = int(SESSION_VALID_S * 1000)
@@ -200,18 +215,20 @@ class Presence:
             self._session_until_s = sent_s + SESSION_VALID_S * _SAFETY
             self._on_renewed(renewed, sent_s, now_ms)
 
-    async def _lead(self) -> None:
+    async def _lead(self, *, lapsed: bool) -> None:
         sent_s = self._clock.now_s()
         record = await self._queue.lead(self.session.id, now_ms=self.now_ms(), valid_for_ms=int(LEADER_VALID_S * 1000))
         if record.leader != self.session.id:
             self.epoch = 0
             return
         if record.epoch != self.epoch:
-            fresh = record.fresh_record and not self.sole
-            self._decide_from_s = sent_s + LEADER_VALID_S if fresh else 0.0
+            wait_s = LEADER_VALID_S if record.fresh_record else RETURN_S if lapsed else 0.0
+            self._decide_from_s = 0.0 if self.sole else sent_s + wait_s
             self._swept_seq = 0
         self.epoch = record.epoch
         self._leader_until_s = sent_s + LEADER_VALID_S * _SAFETY
+        if not self.leads:
+            return
         expired = await self._queue.expire_sessions(now_ms=self.now_ms(), after_seq=self._swept_seq)
         self._swept_seq = expired.seq
         self._on_expired(expired)

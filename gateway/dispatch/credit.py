@@ -2,7 +2,8 @@
 
 Credit is told as running totals (`queue.base.Credit`): what was ever started may reach what is ever allowed, so a lost
 or repeated renewal changes nothing. Its validity is counted on this process's monotonic clock from before the renewal
-that brought it was sent, minus a tenth, so that it ends here before the leader takes it back.
+that brought it was sent, minus what this clock and the leader's may be wrong by, so that it ends here before the leader
+takes it back.
 
 Cut off from the store, a process keeps a share of each place that halves every HALVING_S: it may start while what it
 has in flight there is below it. The leader keeps the same share reserved, counted from later, so that both sides of a
@@ -14,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from gateway.clock import CLOCK_ERROR_MAX_S
 from gateway.queue.base import Credit, InFlight, Place, Renewed
 from policies.vocabulary import Work
 
 HALVING_S = 10.0
 RESERVED_S = 60.0
 """The leader forgets a lost session's share after this; it is less than a sixtieth by then."""
-SAFETY = 0.9
 NOTHING = InFlight()
 
 
@@ -47,12 +48,17 @@ class CreditBook:
         self.epoch = 0
         self.started: dict[Place, InFlight] = {}
 
-    def renewed(self, renewed: Renewed, *, sent_s: float, now_ms: int) -> None:
-        """Take a renewal's answer. sent_s: our monotonic clock before it was sent, now_ms the pool clock then."""
+    def renewed(self, renewed: Renewed, *, sent_s: float, now_ms: int, error_s: float = 0.0) -> None:
+        """Take a renewal's answer.
+
+        sent_s            our monotonic clock before it was sent; now_ms: the pool clock then
+        error_s           what that pool clock may be wrong by
+        """
+        apart_s = CLOCK_ERROR_MAX_S + error_s
         self._renewed_s = sent_s
         self.epoch = max(self.epoch, renewed.epoch)
         self._held = {
-            place: _Held(credit, sent_s + SAFETY * (credit.expires_ms - now_ms) / 1000)
+            place: _Held(credit, sent_s + (credit.expires_ms - now_ms) / 1000 - apart_s)
             for place, credit in renewed.credits.items()
             if credit.expires_ms > now_ms
         }
@@ -88,11 +94,6 @@ class CreditBook:
         if best is not None:
             self._count(work, (best, work.class_name))
         return best
-
-    def keep_shares(self, shares: Mapping[Place, int], now_s: float) -> None:
-        """A leader's own part, in case it is cut off: what the others were not given."""
-        self._shares = dict(shares)
-        self._renewed_s = now_s
 
     def _left(self, work: Work, place: Place, now_s: float) -> int:
         """Works that may still be started on a place, 0 when this one does not fit."""

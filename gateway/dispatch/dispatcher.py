@@ -2,7 +2,8 @@
 
 Decide synchronously, then await: a round reads a look-ahead from the queue, plans with pure functions of `policies`
 over that look-ahead and the engines' views, writes every placement into the ledger, and only then claims the works by
-id. A claim that the queue refuses (cancelled, taken, an old epoch) is taken out of the ledger again.
+id. A claim that the queue refuses (cancelled, taken, an old epoch) is taken out of the ledger again. One whose answer was
+lost is repeated as it was until it is answered, and holds its place until then.
 
 A work that nothing waits before starts without a round trip (`start_now`). Where this process is the pool's only one
 the ledger itself says whether there is room; where others could take over, it is credit that was written to the store
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
@@ -51,8 +53,10 @@ class Dispatcher:
     __slots__ = (
         "_clock",
         "_credit",
+        "_deciding",
         "_deliver",
         "_depths",
+        "_in_vain",
         "_ledger",
         "_overdue",
         "_pace",
@@ -105,9 +109,12 @@ class Dispatcher:
         self._depths: Mapping[tuple[str, str], int] = {}
         self._waiting_here: dict[str, int] = {}
         self._overdue = False
+        self._in_vain = 0
         self._uncertain: dict[tuple[str, int], Grant] = {}
         self._took_over = 0
         self._wake = asyncio.Event()
+        # Rounds and a leader's duties take turns: what one reads of the store is not old when it acts on it.
+        self._deciding = asyncio.Lock()
 
     # -- what owners tell ------------------------------------------------------------------------------------------
 
@@ -127,16 +134,32 @@ class Dispatcher:
 
     def start_on_share(self, work: Work) -> Grant | None:
         """Grant a work that waits in this process while the store cannot be reached, if our share of a place is free."""
-        return self._start_on_credit(work, self._store.current) if self._presence.failing else None
+        if not self._on_share:
+            return None
+        attempt = work.attempt + 1
+        uncertain = self._uncertain.get((work.id, attempt))
+        if uncertain is not None:  # from when we led; where it was made, nobody starts it there any more
+            self._take_back(uncertain)
+        if self._ledger.engine_of(work.id, attempt) is not None:
+            return None  # a claim of ours is on its way still
+        return self._start_on_credit(work, self._store.current)
 
     def accept(self, work: Work, grant: Grant) -> None:
         """An owner in this process takes a grant up, whoever gave it: count it here if it is not counted yet."""
+        self._uncertain.pop((grant.work_id, grant.attempt), None)
         if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:
             self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
+            self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
 
     def honours(self, grant: Grant) -> bool:
-        """Whether a grant names an engine that is configured here, under an epoch that nobody has replaced."""
-        return grant.epoch >= self._credit.epoch and grant.engine in self._roster
+        """Whether a grant may be used: not expired on anybody's clock, not replaced by a leader that we heard of, for an
+        engine that this process knows how to speak to by now."""
+        return (
+            self._presence.surely_before(grant.expires_s)
+            and grant.epoch >= max(self._credit.epoch, self._presence.epoch)
+            and grant.engine in self._roster
+            and self._roster[grant.engine].backend is not None
+        )
 
     def report(self, grants_seq: int) -> SessionReport:
         """What this process runs, as its session reports it; grants_seq: the last grant that was taken up."""
@@ -158,7 +181,7 @@ class Dispatcher:
     def first_token(self, work: Work, grant: Grant, engine_ttft_s: float) -> None:
         """An attempt showed its first token."""
         self._ledger[grant.engine].first_token(grant.work_id, grant.attempt)
-        self._pace.first_token(grant.engine, grant.work_id, grant.attempt, engine_ttft_s)
+        self._pace.first_token(grant.work_id, grant.attempt, self._clock.pool_s())
         self._sizing.on_event(FirstToken(work, grant.engine, engine_ttft_s, grant.attempt), self._clock.pool_s())
         self.wake_if_waiting()
 
@@ -179,7 +202,7 @@ class Dispatcher:
         self._wake.set()
 
     def wake_if_waiting(self) -> None:
-        if any(self._waiting_here.values()) or self._depths:
+        if any(self._waiting_here.values()) or self._depths or self._uncertain:
             self._wake.set()
 
     @property
@@ -215,6 +238,10 @@ class Dispatcher:
 
     async def round(self) -> bool:
         """One round; True when it placed something, so that another look may find more. Raises QueueUnavailable."""
+        async with self._deciding:
+            return await self._round()
+
+    async def _round(self) -> bool:
         if not self._presence.leads:
             return False
         if self._took_over != self._presence.epoch:
@@ -227,28 +254,29 @@ class Dispatcher:
         self._depths = waiting.depths
         if not self._decides:
             return False
+        policy = self._store.current  # it may have changed while we read, and the sizing policy with it
         now_s = self._clock.pool_s()
         self._overdue = any(policy.overdue(work, now_s) for work in waiting.works)
-        if not waiting.works:
-            return False
-        views = self._roster.views(self._clock.now_s())
         fresh = [work for work in waiting.works if (work.id, work.attempt + 1) not in self._uncertain]
-        draw = self._rng.random()
-        placements = plan_round(
-            fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, pace=self._pace
-        )
+        placements: list[Placement] = []
+        if fresh:
+            views = self._roster.views(self._clock.now_s())
+            draw = self._rng.random()
+            placements = plan_round(
+                fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, pace=self._pace
+            )
         # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
-        repeated = [
-            grant for work in waiting.works if (grant := self._uncertain.get((work.id, work.attempt + 1))) is not None
-        ]
+        repeated = [replace(grant, expires_s=now_s + GRANT_VALID_S) for grant in self._uncertain.values()]
         grants = [*repeated, *(self._grant(placement, now_s) for placement in placements)]
         if not grants:
             return False
         await self._claim(grants)
-        return bool(placements)
+        if self._in_vain > 1:
+            self._wake.clear()  # another process leads by now, or will soon: look again with the next tick
+        return bool(placements) and not self._in_vain
 
     async def _claim(self, grants: list[Grant]) -> None:
-        """Make grants the works' state. A reply lost twice leaves them reserved until they expire."""
+        """Make grants the works' state. A reply lost twice leaves them reserved until the next round repeats them."""
         try:
             answers = await self._claim_once_more(grants)
         except BaseException:
@@ -260,7 +288,7 @@ class Dispatcher:
             if claimed is None:
                 self._take_back(grant)
             elif claimed.owner.id == self._presence.session.id:  # also if that session of ours was lost meanwhile
-                if not self._deliver(grant):
+                if not (self.honours(grant) and self._deliver(grant)):
                     self._take_back(grant)
             elif self._presence.sole:  # left by a process that died before us: nobody takes it up, and it will be swept
                 self._take_back(grant)
@@ -268,6 +296,7 @@ class Dispatcher:
                 entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
                 if entry is not None:
                     entry.claimed = claimed
+        self._in_vain = 0 if any(answers) else self._in_vain + 1
 
     async def _claim_once_more(self, grants: list[Grant]) -> list[Claimed | None]:
         try:
@@ -288,9 +317,8 @@ class Dispatcher:
 
     def _count(self, work: Work, engine: str, attempt: int, now_s: float) -> None:
         """Count an attempt from now on: in the ledger, and with whoever decides by what runs."""
-        ledger = self._ledger[engine]
-        ledger.add(work, attempt, now_s)
-        self._pace.granted(work.id, attempt, ledger.prefill_tokens)
+        self._ledger[engine].add(work, attempt, now_s)
+        self._pace.granted(engine, work.id, attempt, work.prompt_tokens, now_s)
         self._sizing.on_event(Granted(work, engine, attempt), now_s)
 
     def _others_first(self, work: Work, policy: Policy) -> bool:
@@ -311,15 +339,18 @@ class Dispatcher:
             for view in self._roster.views(self._clock.now_s()):
                 self._sizing.on_event(Progressed(view.name, self._ledger[view.name].progress()), now_s)
                 self._sizing.on_event(Sampled(view, queued), now_s)
-            self._drop_uncertain(now_s)
             self.wake_if_waiting()
-            if self._took_over and not self._presence.epoch:
-                self._step_down()
-            if not self._presence.sole and self._presence.leads:
+            if not self._presence.sole:
                 try:
-                    await self._attend()
+                    async with self._deciding:
+                        await self._attend()
                 except QueueUnavailable:
                     continue
+
+    @property
+    def _on_share(self) -> bool:
+        """We may be cut off; a leader has no use for a share as long as it may decide."""
+        return self._presence.failing and not self._presence.leads
 
     @property
     def _decides(self) -> bool:
@@ -329,31 +360,39 @@ class Dispatcher:
     async def _take_over(self) -> None:
         """Begin our epoch: everything that was granted or allowed before counts from here on."""
         epoch = self._presence.epoch
-        self._uncertain.clear()
         if not self._presence.sole:
-            for one in await self._steward.take_over():
-                key = (one.work.id, one.grant.attempt)
-                if key not in self._ledger[one.grant.engine].entries:
-                    self._uncertain[key] = one.grant
-                    self._count(one.work, one.grant.engine, one.grant.attempt, self._clock.pool_s())
+            self._forget_others()
+            for work in await self._steward.take_over():
+                self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
+            self._hand_over(await self._steward.hear())
         self._took_over = epoch
 
     def _step_down(self) -> None:
         """Another process leads: forget what only a leader counts."""
         self._took_over = 0
-        self._uncertain.clear()
         self._depths = {}
         self._overdue = False
-        self._ledger.only_here()
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        """Keep count of nothing but what runs here. A claim of ours that is still uncertain is a successor's to find."""
+        for grant in list(self._uncertain.values()):
+            self._take_back(grant)
+        self._hand_over(self._ledger.only_here())
 
     async def _attend(self) -> None:
         """The leader's duties towards the other processes, each tick."""
+        if not self._presence.leads:
+            if self._took_over and not self._presence.epoch:
+                self._step_down()
+            return
         if self._took_over != self._presence.epoch:
             await self._take_over()
         else:
             self._hand_over(await self._steward.hear())
-        waiting = {name: self.depth(name) for name in self._store.current.classes}
-        await self._steward.give(waiting, self._credit.started)
+        if self._decides:
+            waiting = {name: self.depth(name) for name in self._store.current.classes}
+            await self._steward.give(waiting, self._credit.started)
 
     def _hand_over(self, taken: list[Entry]) -> None:
         """Attempts that are in another session's sums from now on; their ends are not told to us one by one."""
@@ -368,7 +407,7 @@ class Dispatcher:
         if not engines:
             return None
         engine = self._credit.spend(work, engines, now_s)
-        if engine is None and self._presence.failing:
+        if engine is None and self._on_share:
             engine = self._credit.spend_share(work, engines, self._ledger.running_here(), now_s)
         if engine is None:
             return None
@@ -390,13 +429,6 @@ class Dispatcher:
             )
         )
         return Grant(work.id, engine, self._credit.epoch, attempt, pool_s + GRANT_VALID_S)
-
-    def _drop_uncertain(self, now_s: float) -> None:
-        """Free what was reserved for claims whose fate never became known."""
-        for key, grant in list(self._uncertain.items()):
-            if grant.expires_s < now_s:
-                del self._uncertain[key]
-                self._take_back(grant)
 
     def _take_back(self, grant: Grant) -> None:
         """Free the place of a grant that nobody will use."""

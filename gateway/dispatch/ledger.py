@@ -118,6 +118,10 @@ class EngineLedger:
             self._elsewhere[session] = (dict(sums), dict(allowed))
         self.version += 1
 
+    def entries_of(self, class_name: str) -> int:
+        """Attempts of a class that run in this process, or will."""
+        return sum(one.claimed is None and one.work.class_name == class_name for one in self.entries.values())
+
     def running(self, class_name: str) -> int:
         """Works of a class in flight, without what is only allowed."""
         return self.in_flight.get(class_name, 0) - self.allowed.get(class_name, 0)
@@ -204,25 +208,33 @@ class Ledger:
                     )
         return sums
 
-    def taken_over(self, session: Session, grants_seq: int) -> list[Entry]:
-        """Take out the entries of another session that its report includes by now, and return them."""
-        taken: list[Entry] = []
-        for ledger in self._engines.values():
+    def taken_over(self, session: Session, grants_seq: float) -> list[tuple[str, Entry]]:
+        """Take out the entries of another session up to that grant, and return them with their engines."""
+        taken: list[tuple[str, Entry]] = []
+        for name, ledger in self._engines.items():
             for (work_id, attempt), entry in list(ledger.entries.items()):
                 claimed = entry.claimed
                 if claimed is not None and claimed.owner == session and claimed.seq <= grants_seq:
                     ledger.remove(work_id, attempt)
-                    taken.append(entry)
+                    taken.append((name, entry))
         return taken
 
-    def only_here(self) -> None:
-        """Keep nothing but this process's own attempts: it does not lead any more."""
+    def claimed(self) -> dict[Session, None]:
+        """Sessions that have entries of their own here."""
+        entries = (entry for ledger in self._engines.values() for entry in ledger.entries.values())
+        return {entry.claimed.owner: None for entry in entries if entry.claimed is not None}
+
+    def only_here(self) -> list[Entry]:
+        """Keep nothing but this process's own attempts, as one that does not lead; returns the other entries."""
+        dropped: list[Entry] = []
         for ledger in self._engines.values():
             for (work_id, attempt), entry in list(ledger.entries.items()):
                 if entry.claimed is not None:
                     ledger.remove(work_id, attempt)
+                    dropped.append(entry)
             for session in ledger.sessions_elsewhere():
                 ledger.elsewhere(session, {}, {})
+        return dropped
 
     def __repr__(self) -> str:
         parts = (f"{name}={sum(one.in_flight.values())}" for name, one in self._engines.items())

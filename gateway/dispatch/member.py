@@ -58,6 +58,7 @@ class Member:
     ) -> None:
         """session_id must be unique among all processes ever started, e.g. 64 random bits. The ledger is the roster's."""
         self._log = log
+        self._clock = clock
         self._sizing = sizing
         self.credit = CreditBook()
         self.presence = Presence(
@@ -124,7 +125,7 @@ class Member:
         return self.owner.report()
 
     def _renewed(self, renewed: Renewed, sent_s: float, now_ms: int) -> None:
-        self.credit.renewed(renewed, sent_s=sent_s, now_ms=now_ms)
+        self.credit.renewed(renewed, sent_s=sent_s, now_ms=now_ms, error_s=self._clock.error_s)
         self.herald.there_is(renewed.snapshot_version)
 
     def _registered(self) -> None:
@@ -135,7 +136,6 @@ class Member:
     def _expired(self, expired: Expired) -> None:
         if expired.owner_gone:
             self._log.warning("works of a dead process settled", works=len(expired.owner_gone))
-        self.steward.expired(expired.sessions)
 
     def _learned(self) -> Mapping[str, object]:
         return {"sizing": self._sizing.snapshot(), "tenants": self.dispatcher.tenants.snapshot()}

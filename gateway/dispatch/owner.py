@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from gateway.clock import Clock
 from gateway.control.presence import Presence
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.queue.base import Enqueued, Queue, QueueUnavailable, SessionLost, SessionReport
+from gateway.queue.base import Enqueued, Queue, QueueUnavailable, Session, SessionLost, SessionReport
 from gateway.queue.batcher import Batcher
 from policies.vocabulary import Grant, Outcome, Work
 
@@ -63,6 +63,8 @@ class Owner:
         "_presence",
         "_queue",
         "_rebuild",
+        "_refused",
+        "_registered_anew",
         "_settle",
         "_settle_soon",
         "_waiting",
@@ -81,6 +83,8 @@ class Owner:
         self._bell = asyncio.Event()
         self._grants_seen = 0
         self._rebuild = False
+        self._refused: dict[str, tuple[Work, int]] = {}
+        self._registered_anew = asyncio.Event()
 
     def serve(self, dispatcher: Dispatcher) -> None:
         """The dispatcher in this process (set once, at composition: each knows the other)."""
@@ -155,6 +159,8 @@ class Owner:
         """Our session is a new one: the store has swept or forgotten what the old one wrote; write it again."""
         self._grants_seen = 0
         self._rebuild = True
+        self._refused.clear()
+        self._registered_anew.set()
 
     async def run(self) -> None:
         """Remove what ended, take what was granted and rebuild what was lost, until cancelled."""
@@ -297,38 +303,51 @@ class Owner:
     async def _listen(self) -> None:
         """Hear the bell of the session in force, whichever it is by now."""
         while True:
-            session = self._presence.session
-            async for _ in self._queue.bell(session):
-                self._bell.set()
-                if self._presence.session != session:
-                    break
+            self._registered_anew.clear()
+            async with asyncio.TaskGroup() as group:
+                hearing = group.create_task(self._hear(self._presence.session), name="hear the session's bell")
+                await self._registered_anew.wait()
+                hearing.cancel()
+
+    async def _hear(self, session: Session) -> None:
+        async for _ in self._queue.bell(session):
+            self._bell.set()
 
     async def _take_grants(self) -> None:
         """Start what was granted to works that wait here; give back what may not be started."""
         session, dispatcher = self._presence.session, self._dispatcher
         assert dispatcher is not None
-        refused: list[tuple[Work, int]] = []
-        for taken in await self._queue.take_grants(session, after_seq=self._grants_seen):
+        grants = await self._queue.take_grants(session, after_seq=self._grants_seen)
+        for taken in grants:
             self._grants_seen = max(self._grants_seen, taken.seq)
             grant = taken.grant
             waiter = self._waiting.get(grant.work_id)
             if waiter is None or waiter.granted.done():
                 continue
             held = dispatcher.holds(grant)
-            fresh = self._clock.pool_s() < grant.expires_s and dispatcher.honours(grant)
-            if fresh and (held or not self._presence.leads) and self.granted(grant):
+            if dispatcher.honours(grant) and (held or not self._presence.leads) and self.granted(grant):
                 continue
             if held:
                 dispatcher.finished(waiter.work, grant, None)
-            refused.append((replace(waiter.work, attempt=grant.attempt - 1), taken.seq))
-        if refused:
-            await self._queue.requeue_many(
-                [work for work, _ in refused],
-                session=session,
-                now_ms=self._presence.now_ms(),
-                seqs=[seq for _, seq in refused],
-            )
-        self._presence.hurry()
+            self._refused[grant.work_id] = replace(waiter.work, attempt=grant.attempt - 1), taken.seq
+        if grants:
+            self._presence.hurry()
+        await self._give_back()
+
+    async def _give_back(self) -> None:
+        """Grants that may not be started go back, however often the store has to be asked: nobody reads them again."""
+        refused = list(self._refused.items())
+        if not refused:
+            return
+        await self._queue.requeue_many(
+            [work for _, (work, _) in refused],
+            session=self._presence.session,
+            now_ms=self._presence.now_ms(),
+            seqs=[seq for _, (_, seq) in refused],
+        )
+        for work_id, given in refused:
+            if self._refused.get(work_id) == given:
+                del self._refused[work_id]
 
     async def _rewrite(self) -> None:
         """Write again what the store forgot."""

@@ -1,27 +1,33 @@
 """What a leader does for the pool's other processes: counts what they run, gives them credit, takes over their grants.
 
 The ledger of a leader holds its own attempts, grants that a session has not reported yet, and for every other session
-one sum per place: what it reported, plus the credit it has not spent, and never less than the share that it may keep
-when it is cut off. So every process together stays inside the window, whichever of them the leader can hear.
+one sum per place: what it reported, plus the credit it may have spent since, and never less than the share that it may
+keep when it is cut off. So every process together stays inside the window, whichever of them the leader can hear.
 
-A session that ended properly leaves at once. One that expired may be cut off and alive: its share stays reserved and
-halves every 10 s, for a minute. A new leader first takes over what its predecessors granted and allowed.
+Credit counts from the moment it is sent, whether or not the store's answer comes, and until its holder reports after its
+end: what was started last before it ran out is in no earlier report.
+
+A session that is no longer in the store may be cut off and alive, however it went. What it had stays reserved; once its
+validity is over it halves every 10 s, for a minute, or ends when the same process reports under a new session. A new
+leader first takes over what its predecessors granted and allowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
-from gateway.control.presence import Presence
+from gateway.control.presence import SESSION_VALID_S, Presence
 from gateway.control.roster import Roster
 from gateway.dispatch.credit import NOTHING, RESERVED_S, share_left
 from gateway.dispatch.ledger import Entry, Ledger
-from gateway.queue.base import Credit, InFlight, Outstanding, Place, Queue, Session, SessionReport
+from gateway.queue.base import Credit, InFlight, Place, Queue, Session, SessionReport
 from policies.credit import Allowance, allot, creditable
 from policies.sizing import SizingPolicy
+from policies.vocabulary import EngineView, Work
 
 CREDIT_VALID_S = 2.0
 TYPICAL_PROMPT_TOKENS = 512
@@ -30,12 +36,21 @@ _RATE_WEIGHT = 0.3
 
 @dataclass(slots=True)
 class _Other:
-    """One session as the leader knows it. rates: works started per second on credit, by place."""
+    """One session as the leader knows it.
+
+    rates     works started per second on credit, by place
+    credits   as the leader last wrote them, or may have
+    told      the store has confirmed them
+    """
 
     report: SessionReport = field(default_factory=SessionReport)
-    heard_s: float = 0.0
     rates: dict[Place, float] = field(default_factory=dict)
     credits: dict[Place, Credit] = field(default_factory=dict)
+    told: bool = True
+
+    def silent_s(self, now_s: float) -> float:
+        """How long ago it reported."""
+        return max(0.0, now_s - self.report.renewed_ms / 1000)
 
 
 class Steward:
@@ -81,29 +96,28 @@ class Steward:
         """No other session has been heard of: there is nobody to count."""
         return not self._lost and all(session == self._presence.session for session in self._others)
 
-    async def take_over(self) -> list[Outstanding]:
-        """Begin an epoch: count what predecessors granted and allowed. Returns grants to this very process.
+    async def take_over(self) -> list[Work]:
+        """Begin an epoch: count what predecessors granted and allowed; `hear` then replaces it by what is reported.
 
-        Raises QueueUnavailable.
+        Returns the works of other processes that were granted. Grants to this very process are left out: what it took up
+        runs here, and what it did not it refuses from now on. Raises QueueUnavailable.
         """
-        now_ms = self._presence.now_ms()
-        standing = await self._queue.standing(now_ms=now_ms)
-        self._ledger.only_here()
+        now_s = self._clock.pool_s()
+        # Credit that has run out since may have been used, and the share that came with it may still be.
+        since_ms = self._presence.now_ms() - int(RESERVED_S * 1000)
+        standing = await self._queue.standing(now_ms=since_ms)
+        reports = await self._queue.sessions(now_ms=since_ms)
         self._others.clear()
-        own = self._presence.session
-        mine: list[Outstanding] = []
+        works: list[Work] = []
         for one in standing.outstanding:
-            if one.claimed.owner == own:
-                mine.append(one)
-                continue
-            ledger = self._ledger[one.grant.engine]
-            if (one.work.id, one.grant.attempt) not in ledger.entries:
-                ledger.add(one.work, one.grant.attempt, self._clock.pool_s())
-                ledger.entries[one.work.id, one.grant.attempt].claimed = one.claimed
-        for session, given in standing.credits.items():
-            self._others[session] = _Other(heard_s=self._clock.pool_s(), credits=dict(given))
-        await self.hear()
-        return mine
+            ledger, key = self._ledger[one.grant.engine], (one.work.id, one.grant.attempt)
+            if one.claimed.owner != self._presence.session and key not in ledger.entries:
+                ledger.add(one.work, one.grant.attempt, now_s)
+                ledger.entries[key].claimed = one.claimed
+                works.append(one.work)
+        for session, report in reports.items():
+            self._others[session] = _Other(report, credits=dict(standing.credits.get(session, {})))
+        return works
 
     async def hear(self) -> list[Entry]:
         """Read all reports and bring the ledger up to them. Returns entries that are in a session's sums from now on.
@@ -114,26 +128,25 @@ class Steward:
         now_s = self._clock.pool_s()
         taken: list[Entry] = []
         for session, report in reports.items():
-            other = self._others.setdefault(session, _Other())
+            other = self._others.get(session)
+            if other is None:
+                other = self._others[session] = self._lost.pop(session, _Other())
             self._learn_rates(other, report)
-            other.report, other.heard_s = report, report.renewed_ms / 1000
+            other.report = report
             if session != self._presence.session:
-                taken += self._ledger.taken_over(session, report.grants_seq)
+                taken += [entry for _, entry in self._ledger.taken_over(session, report.grants_seq)]
             self._count(session, other, now_s)
-        for session in [session for session in self._others if session not in reports]:
-            self._gone(session)
+        # A claim may have been made for a session that had run out and was not swept yet.
+        for session in [one for one in {**self._others, **self._ledger.claimed()} if one not in reports]:
+            taken += self._lose(session)
         for session, lost in list(self._lost.items()):
-            self._count(session, lost, now_s)
-            if now_s - lost.heard_s > RESERVED_S:
+            replaced = any(one.id == session.id and one.epoch > session.epoch for one in reports)
+            if replaced or lost.silent_s(now_s) > RESERVED_S:
                 del self._lost[session]
+                self._uncount(session)
+            else:
+                self._count(session, lost, now_s)
         return taken
-
-    def expired(self, sessions: Iterable[str]) -> None:
-        """Sessions swept for not renewing: unlike one that ended, each may be alive and cut off."""
-        names = set(sessions)
-        for session, other in list(self._others.items()):
-            if session.id in names and session != self._presence.session:
-                self._lost[session] = other
 
     def spent(self, started: Mapping[Place, InFlight]) -> None:
         """This process started a work on its own credit: the sums hold one unspent work less. started: its totals."""
@@ -162,14 +175,17 @@ class Steward:
                 for place in wanted[session].keys() | other.credits.keys()
                 if (credit := _renewed(other, place, wanted[session].get(place, _NOTHING), now_s)) is not None
             }
-            if fresh != other.credits:
+            if fresh != other.credits or not other.told:
                 changed[session] = fresh
+        for session, given in changed.items():
+            other = self._others[session]
+            other.credits, other.told = given, False
+            self._count(session, other, now_s)
         if changed and await self._queue.give_credit(
             changed, epoch=self._presence.epoch, now_ms=self._presence.now_ms()
         ):
-            for session, given in changed.items():
-                self._others[session].credits = given
-                self._count(session, self._others[session], now_s)
+            for session in changed:
+                self._others[session].told = True
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +195,7 @@ class Steward:
         wanted: dict[Session, dict[Place, Allowance]] = {session: {} for session in sessions}
         views = self._roster.views(self._clock.now_s())
         for class_name in creditable(self._store.current, waiting):
-            for view in views:
+            for index, view in enumerate(views):
                 place = (view.name, class_name)
                 others = [self._others[session] for session in sessions]
                 allowances = allot(
@@ -188,15 +204,17 @@ class Steward:
                     self._sizing,
                     [other.rates.get(place, 0.0) for other in others],
                     prompt_tokens=int(self._typical.get(class_name, TYPICAL_PROMPT_TOKENS)),
-                    unspent=sum(_unspent(other, place, now_s).works for other in others),
+                    unspent=(unspent := sum(_unspent(other, place).works for other in others)),
                     now_s=now_s,
                 )
                 for session, allowance in zip(sessions, allowances, strict=True):
                     wanted[session][place] = allowance
+                more = max(0, sum(one.works for one in allowances) - unspent)
+                views[index] = _with_more(view, class_name, more)
         return wanted
 
     def _learn_rates(self, other: _Other, report: SessionReport) -> None:
-        passed_s = report.renewed_ms / 1000 - other.heard_s
+        passed_s = (report.renewed_ms - other.report.renewed_ms) / 1000
         if not 0 < passed_s < RESERVED_S:
             return
         for place, started in report.started.items():
@@ -211,37 +229,51 @@ class Steward:
 
     def _count(self, session: Session, other: _Other, now_s: float) -> None:
         """Put into the ledger what a session is taken to have on each engine."""
-        here = session == self._presence.session
-        lost = session in self._lost
+        here, lost, silent_s = session == self._presence.session, session in self._lost, other.silent_s(now_s)
         sums: dict[str, dict[str, InFlight]] = {engine.name: {} for engine in self._roster}
         allowed: dict[str, dict[str, int]] = {engine.name: {} for engine in self._roster}
         for place in other.report.in_flight.keys() | other.credits.keys():
             engine, class_name = place
             if engine not in sums:
                 continue
-            runs = NOTHING if here or lost else other.report.in_flight.get(place, NOTHING)
-            unspent = NOTHING if lost else _unspent(other, place, now_s)
-            credit = other.credits.get(place)
-            share = 0 if here or credit is None else share_left(credit.share, max(0.0, now_s - other.heard_s))
-            works = max(runs.works + unspent.works, share)
+            runs = NOTHING if here else other.report.in_flight.get(place, NOTHING)
+            unspent, credit = _unspent(other, place), other.credits.get(place)
+            works, share = runs.works + unspent.works, 0 if credit is None else credit.share
+            if here:
+                share -= self._ledger[engine].entries_of(class_name)
+            if lost and silent_s > SESSION_VALID_S:
+                works = share_left(max(works, share), silent_s)
+            else:
+                works = max(works, share_left(share, silent_s), 0)
             if works:
                 sums[engine][class_name] = InFlight(
                     works, runs.kv_tokens + unspent.kv_tokens, runs.prefill_tokens + unspent.prefill_tokens
                 )
-                allowed[engine][class_name] = works - runs.works
+                allowed[engine][class_name] = works if lost else works - runs.works
         for engine, by_class in sums.items():
             self._ledger[engine].elsewhere(session, by_class, allowed[engine])
 
-    def _gone(self, session: Session) -> None:
-        """A session is in the store no more: its grants are settled; its sums stay only if it was lost."""
-        del self._others[session]
+    def _uncount(self, session: Session) -> None:
         for engine in self._roster:
-            ledger = self._ledger[engine.name]
-            for (work_id, attempt), entry in list(ledger.entries.items()):
-                if entry.claimed is not None and entry.claimed.owner == session:
-                    ledger.remove(work_id, attempt)
-            if session not in self._lost:
-                ledger.elsewhere(session, {}, {})
+            self._ledger[engine.name].elsewhere(session, {}, {})
+
+    def _lose(self, session: Session) -> list[Entry]:
+        """A session is in the store no more. What was granted to it and not reported yet it may have taken up."""
+        other = self._others.pop(session, None) or self._lost.get(session) or _Other()
+        granted = self._ledger.taken_over(session, math.inf)
+        if session.id == self._presence.session.id:
+            self._uncount(session)
+            return [entry for _, entry in granted]
+        in_flight = dict(other.report.in_flight)
+        for engine, entry in granted:
+            place = (engine, entry.work.class_name)
+            runs = in_flight.get(place, NOTHING)
+            in_flight[place] = InFlight(
+                runs.works + 1, runs.kv_tokens + entry.kv_tokens, runs.prefill_tokens + entry.prefill_tokens
+            )
+        other.report = replace(other.report, in_flight=in_flight)
+        self._lost[session] = other
+        return [entry for _, entry in granted]
 
     def __repr__(self) -> str:
         return f"<Steward sessions={len(self._others)} lost={len(self._lost)}>"
@@ -250,9 +282,19 @@ class Steward:
 _NOTHING = Allowance(0, 0, 0)
 
 
-def _unspent(other: _Other, place: Place, now_s: float) -> InFlight:
+def _with_more(view: EngineView, class_name: str, works: int) -> EngineView:
+    """The view with so many works more, which another class's credit has to leave room for."""
+    return replace(view, in_flight={**view.in_flight, class_name: view.in_flight.get(class_name, 0) + works})
+
+
+def _in_use(other: _Other, credit: Credit | None) -> bool:
+    """Whether a credit may be used, or was used and not reported yet."""
+    return credit is not None and other.report.renewed_ms < credit.expires_ms
+
+
+def _unspent(other: _Other, place: Place) -> InFlight:
     credit = other.credits.get(place)
-    if credit is None or credit.expires_ms / 1000 <= now_s:
+    if credit is None or not _in_use(other, credit):
         return NOTHING
     allowed, started = credit.allowed, other.report.started.get(place, NOTHING)
     return InFlight(
@@ -265,14 +307,15 @@ def _unspent(other: _Other, place: Place, now_s: float) -> InFlight:
 def _renewed(other: _Other, place: Place, wanted: Allowance, now_s: float) -> Credit | None:
     """The credit to stand from now on. What was given cannot be taken back before it expires, only not be renewed."""
     before = other.credits.get(place)
-    valid = before is not None and before.expires_ms / 1000 > now_s
-    unspent = _unspent(other, place, now_s)
-    if valid and before is not None:
+    unspent = _unspent(other, place)
+    share = other.report.in_flight.get(place, NOTHING).works + wanted.works
+    if before is not None and _in_use(other, before):
         if wanted.works < unspent.works:
             return before
         half_gone = before.expires_ms / 1000 - now_s < CREDIT_VALID_S / 2
         if wanted.works == unspent.works and not half_gone:
             return before
+        share = max(share, before.share)
     if not wanted.works:
         return None
     started = other.report.started.get(place, NOTHING)
@@ -281,5 +324,4 @@ def _renewed(other: _Other, place: Place, wanted: Allowance, now_s: float) -> Cr
         started.kv_tokens + max(wanted.kv_tokens, unspent.kv_tokens),
         started.prefill_tokens + max(wanted.prefill_tokens, unspent.prefill_tokens),
     )
-    share = other.report.in_flight.get(place, NOTHING).works + wanted.works
     return Credit(allowed, share, int((now_s + CREDIT_VALID_S) * 1000))

@@ -125,7 +125,7 @@ def test_another_sessions_grant_is_an_entry_until_its_report_includes_it() -> No
     ledger["a"].elsewhere(OTHER, {"interactive": InFlight(1, 16, 0)}, {})
 
     assert early == []
-    assert [entry.work.id for entry in late] == ["w1"]
+    assert [(engine, entry.work.id) for engine, entry in late] == [("a", "w1")]
     assert ledger["a"].in_flight == {"interactive": 1}
     assert ledger["a"].kv_tokens == 16
 
@@ -137,8 +137,9 @@ def test_a_process_that_leads_no_more_keeps_its_own_attempts_only() -> None:
     ledger["a"].entries["w2", 1].claimed = Claimed(OTHER, 1)
     ledger["a"].elsewhere(OTHER, {"bulk": InFlight(3, 48, 48)}, {"bulk": 1})
 
-    ledger.only_here()
+    dropped = ledger.only_here()
 
+    assert [entry.work.id for entry in dropped] == ["w2"]
     assert ledger["a"].in_flight == {"interactive": 1}
     assert ledger["a"].prefill_tokens == 10
 
