@@ -3,8 +3,9 @@
 Each seed first draws which *kinds* of fault it has at all, then how often. A run with every kind at once looks the same
 for every seed and hides what only shows when one fault acts alone (swarm testing: Groce et al., ISSTA 2012).
 
-`FaultyQueue` is the store behind a network: a call may be late, may never arrive, or may be done while its answer is
-lost, and the caller cannot tell the last two apart.
+`FaultyQueue` is the store behind a network: a call may be late, may never arrive, may be done while its answer is lost,
+or may be done after its caller has given up; the caller cannot tell them apart. What was sent arrives, also when its
+sender is stopped or dies meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from contextvars import Context
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
 
@@ -42,7 +44,11 @@ Answer = TypeVar("Answer")
 
 
 class FaultKind(StrEnum):
-    """Kinds of fault with a place and a duration. After it, what failed works again."""
+    """Kinds of fault with a place and a duration. After it, what failed works again.
+
+    QUEUE_AWAY is the store gone for all, QUEUE_CUT for one gateway. A frozen gateway is stopped as by SIGSTOP; a drained
+    one is asked to leave and started again, as in a rolling upgrade. A policy edit moves the windows and stays.
+    """
 
     ENGINE_CRASH = "engine_crash"
     ENGINE_FREEZE = "engine_freeze"
@@ -51,7 +57,11 @@ class FaultKind(StrEnum):
     ENGINE_RESET = "engine_reset"
     QUEUE_AWAY = "queue_away"
     QUEUE_FLUSH = "queue_flush"
+    QUEUE_CUT = "queue_cut"
     GATEWAY_CRASH = "gateway_crash"
+    GATEWAY_FREEZE = "gateway_freeze"
+    GATEWAY_DRAIN = "gateway_drain"
+    POLICY_EDIT = "policy_edit"
 
 
 class Behaviour(StrEnum):
@@ -75,12 +85,13 @@ class Behaviour(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. at_s and for_s are seconds from the start of the run."""
+    """One fault. at_s and for_s are seconds from the start of the run; gateway: only between the target and that one."""
 
     kind: FaultKind
     at_s: float
     for_s: float
     target: str = ""
+    gateway: int = 0
 
     def overlaps(self, other: Fault) -> bool:
         """Whether both act on one target at one moment."""
@@ -105,7 +116,7 @@ class QueueFaults:
 
 @dataclass(frozen=True, slots=True)
 class ClientPlan:
-    """One client. words: prompt length; patience_s: when it does what its behaviour says."""
+    """One client. words: prompt length; patience_s: when it does what its behaviour says; gateway: whom it asks."""
 
     number: int
     at_s: float
@@ -115,15 +126,21 @@ class ClientPlan:
     words: int
     max_tokens: int
     patience_s: float
+    gateway: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole run. duration_s is the safety phase: after it every fault has ended."""
+    """A whole run. duration_s is the safety phase: after it every fault has ended.
+
+    engine_speed   slow engines hold works long with few tokens, so that windows are full at little cost
+    """
 
     duration_s: float
+    gateways: int
     engines: int
     seats: int
+    engine_speed: float
     interactive_window: int
     bulk_window: int
     max_queue: int
@@ -139,26 +156,37 @@ class Plan:
         return "\n".join([repr(self), *lines])
 
 
-def draw_plan(rng: random.Random) -> Plan:
+class Kind(StrEnum):
+    """What a run is about: the path of requests through one gateway, or the agreement among many."""
+
+    SINGLE = "single"
+    MANY = "many"
+
+
+def draw_plan(rng: random.Random, kind: Kind = Kind.SINGLE) -> Plan:
     """Draw a run: its load first, then which kinds of fault it has."""
-    duration_s = rng.uniform(10, 60)
-    engines = rng.randint(1, 3)
+    many = kind is Kind.MANY
+    duration_s = rng.uniform(10, 30) if many else rng.uniform(10, 60)
+    gateways = rng.randint(2, 5) if many else 1
+    engines = rng.choice((1, 1, 2, 2, 3, 4)) if many else rng.randint(1, 3)
     bulk_window = rng.randint(1, 4)
-    kinds = [kind for kind in FaultKind if rng.random() < 0.35]
-    behaviours = [one for one in Behaviour if one is Behaviour.PATIENT or rng.random() < 0.4]
+    kinds = [one for one in _KINDS[kind] if rng.random() < 0.35]
+    behaviours = [one for one in Behaviour if one is Behaviour.PATIENT or rng.random() < (0.15 if many else 0.4)]
     return Plan(
         duration_s=duration_s,
+        gateways=gateways,
         engines=engines,
-        seats=rng.choice((2, 4, 16)),
-        interactive_window=bulk_window + rng.randint(1, 6),
+        seats=rng.choice((4, 16, 16)) if many else rng.choice((2, 4, 16)),
+        engine_speed=rng.choice((0.1, 0.1, 0.3)) if many else 1.0,
+        interactive_window=bulk_window + rng.randint(1, 4 if many else 6),
         bulk_window=bulk_window,
         max_queue=rng.choice((3, 20, 1000)),
-        sole=rng.random() < 0.5,
+        sole=not many and rng.random() < 0.5,
         engine_link=_draw_link(rng),
         client_link=_draw_link(rng),
         queue=_draw_queue_faults(rng),
-        faults=_draw_faults(rng, kinds, engines, duration_s),
-        clients=_draw_clients(rng, behaviours, duration_s),
+        faults=_draw_faults(rng, kinds, gateways=gateways, engines=engines, duration_s=duration_s),
+        clients=_draw_clients(rng, behaviours, duration_s, gateways),
     )
 
 
@@ -166,15 +194,17 @@ class FaultyQueue:
     """A `Queue` in front of another one; see the module header.
 
     away   while true nothing reaches the store and nothing comes back
+    dead   the process that used it was killed: nothing is sent any more
     """
 
     def __init__(self, queue: Queue, faults: QueueFaults, rng: random.Random, *, timeout_s: float = 0.5) -> None:
-        """timeout_s: how long a caller waits for an answer that does not come."""
-        self.away = False
+        """timeout_s: how long a caller waits for an answer that does not come. `queue` must never suspend."""
+        self.away = self.dead = False
         self._queue = queue
         self._faults = faults
         self._rng = rng
         self._timeout_s = timeout_s
+        self._wire = Context()
 
     def end_faults(self) -> None:
         """From now on the store answers, in time."""
@@ -261,22 +291,49 @@ class FaultyQueue:
         """The store belongs to whoever made it."""
 
     async def _call(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        await asyncio.sleep(self._delay_s())
-        if self.away or self._rng.random() < self._faults.request_lost_p:
-            await asyncio.sleep(self._timeout_s)
-            raise QueueUnavailable("the store did not answer in time")
-        answer = await call()
-        await asyncio.sleep(self._delay_s())
-        if self.away or self._rng.random() < self._faults.reply_lost_p:
-            await asyncio.sleep(self._timeout_s)
-            raise QueueUnavailable("the store did not answer in time")
-        return answer
+        if self.dead:
+            raise QueueUnavailable("the process was killed")
+        loop, faults = asyncio.get_running_loop(), self._faults
+        answer: asyncio.Future[Answer] = loop.create_future()
+        there_s, back_s = self._delay_s(), self._delay_s()
+        lost = self._rng.random() < faults.request_lost_p or self.away
+        unheard = self._rng.random() < faults.reply_lost_p
+
+        def arrive() -> None:
+            if not lost and not self.away:
+                told = _told(call())
+                if not unheard:
+                    loop.call_later(back_s, return_, told, context=self._wire)
+
+        def return_(told: Callable[[asyncio.Future[Answer]], None]) -> None:
+            if not self.away and not answer.done():
+                told(answer)
+
+        loop.call_later(there_s, arrive, context=self._wire)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except TimeoutError:
+            raise QueueUnavailable("the store did not answer in time") from None
 
     def _delay_s(self) -> float:
         faults = self._faults
         if faults.late_p and self._rng.random() < faults.late_p:
             return self._rng.uniform(0, faults.late_max_s)
         return self._rng.uniform(0, faults.delay_max_s)
+
+
+def _told(call: Awaitable[Answer]) -> Callable[[asyncio.Future[Answer]], None]:
+    """Have a store that never suspends do a call now; returns how to tell a future of what came of it."""
+    try:
+        next(call.__await__())
+    except StopIteration as done:
+        result: Answer = done.value
+        return lambda answer: answer.set_result(result)
+    except Exception as error:  # a refusal is an answer too
+        failed = error
+        return lambda answer: answer.set_exception(failed)
+    raise RuntimeError("the store suspended: expected one in memory")
 
 
 def _draw_link(rng: random.Random) -> Link:
@@ -301,43 +358,76 @@ def _draw_queue_faults(rng: random.Random) -> QueueFaults:
     )
 
 
-def _draw_faults(rng: random.Random, kinds: Sequence[FaultKind], engines: int, duration_s: float) -> tuple[Fault, ...]:
+_BETWEEN_GATEWAYS = frozenset({FaultKind.QUEUE_CUT, FaultKind.GATEWAY_DRAIN})
+_KINDS = {
+    Kind.SINGLE: [one for one in FaultKind if one not in _BETWEEN_GATEWAYS],
+    Kind.MANY: list(FaultKind),
+}
+_INSTANT = frozenset({FaultKind.ENGINE_RESET, FaultKind.QUEUE_FLUSH, FaultKind.POLICY_EDIT})
+LONGEST_FREEZE_S = 10.0
+
+
+def _draw_faults(
+    rng: random.Random, kinds: Sequence[FaultKind], *, gateways: int, engines: int, duration_s: float
+) -> tuple[Fault, ...]:
     """Up to four of each kind; all of them over before the safety phase ends. Those of one target never overlap."""
     faults: list[Fault] = []
     for kind in kinds:
         for _ in range(rng.randint(1, 4)):
             for_s = 0.0 if kind in _INSTANT else rng.choice((0.05, 1.0, 4.0, 15.0)) * rng.uniform(0.5, 1.5)
-            fault = Fault(kind, rng.uniform(0.5, duration_s), for_s, _draw_target(rng, kind, engines))
+            if kind is FaultKind.GATEWAY_FREEZE:
+                for_s = min(for_s, LONGEST_FREEZE_S)
+            only = rng.randint(1, gateways) if kind is FaultKind.ENGINE_UNREACHABLE and rng.random() < 0.5 else 0
+            target = _draw_target(rng, kind, gateways, engines)
+            fault = Fault(kind, rng.uniform(0.5, duration_s), for_s, target, only)
             if fault.at_s + for_s < duration_s and not any(fault.overlaps(other) for other in faults):
                 faults.append(fault)
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
-_INSTANT = frozenset({FaultKind.ENGINE_RESET, FaultKind.QUEUE_FLUSH})
-
-
-def _draw_target(rng: random.Random, kind: FaultKind, engines: int) -> str:
+def _draw_target(rng: random.Random, kind: FaultKind, gateways: int, engines: int) -> str:
     if kind.value.startswith("engine"):
         return f"engine-{rng.randint(1, engines)}"
-    return "queue" if kind.value.startswith("queue") else "gateway"
+    if kind is FaultKind.QUEUE_CUT or kind.value.startswith("gateway"):
+        place = "queue of " if kind is FaultKind.QUEUE_CUT else ""
+        return f"{place}gateway-{rng.randint(1, gateways)}"
+    return kind.value.partition("_")[0]
 
 
-def _draw_clients(rng: random.Random, behaviours: Sequence[Behaviour], duration_s: float) -> tuple[ClientPlan, ...]:
-    """A number of clients that some seeds spread and others let come all at once."""
+def _draw_clients(
+    rng: random.Random, behaviours: Sequence[Behaviour], duration_s: float, gateways: int
+) -> tuple[ClientPlan, ...]:
+    """A number of clients that some seeds spread and others let come all at once; whom they ask is drawn too."""
     burst = rng.random() < 0.3
+    ask = rng.choice((_in_turn, _sticky, _one_sided))
     clients = []
-    for number in range(rng.randint(5, 80)):
+    classes = ("interactive", "bulk") if gateways == 1 else ("interactive", "interactive", "bulk")
+    lengths = (1, 5, 40, 200) if gateways == 1 else (2, 20, 40, 80)
+    for number in range(rng.randint(5, 80) if gateways == 1 else rng.randint(40, 140)):
         at_s = rng.uniform(0, 0.5 if burst else duration_s * 0.9)
         clients.append(
             ClientPlan(
                 number=number,
                 at_s=at_s,
                 behaviour=rng.choice(behaviours),
-                class_name=rng.choice(("interactive", "bulk")),
+                class_name=rng.choice(classes),
                 stream=rng.random() < 0.7,
                 words=rng.choice((1, 20, 400)),
-                max_tokens=rng.choice((1, 5, 40, 200)),
+                max_tokens=rng.choice(lengths),
                 patience_s=rng.choice((0.0, 0.01, 0.2, 2.0)) * rng.random(),
             )
         )
-    return tuple(clients)
+    return tuple(replace(client, gateway=ask(client, gateways)) for client in clients)
+
+
+def _in_turn(client: ClientPlan, gateways: int) -> int:
+    return client.number % gateways + 1
+
+
+def _sticky(client: ClientPlan, gateways: int) -> int:
+    """As a proxy with affinity: people to one end, bulk to the other."""
+    return 1 if client.class_name == "interactive" else gateways
+
+
+def _one_sided(client: ClientPlan, gateways: int) -> int:
+    return 1 if client.number % 8 else gateways

@@ -26,28 +26,25 @@ class InvariantBroken(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class EngineLook:
-    """One engine as the gateway accounts for it. window: works per class, None for no cap; total over all classes."""
+    """One engine and what runs there, over all processes.
+
+    serving     somebody takes it to be up
+    in_flight   works by class that must be inside the window; "all" over all classes
+    window      works by class, and for "all"
+    """
 
     name: str
     serving: bool
     in_flight: Mapping[str, int]
-    window: Mapping[str, int | None]
+    window: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look at the running world shows.
-
-    queued    works waiting in the store, by class; bounds by class, for those that are bounded
-    leaders   processes that would decide for the pool at this moment
-    """
+    """What one look at the running world shows."""
 
     now_s: float
     engines: tuple[EngineLook, ...]
-    queued: Mapping[str, int]
-    queue_bounds: Mapping[str, int]
-    leaders: int
-    policy_version: str
 
 
 @dataclass(slots=True)
@@ -73,6 +70,7 @@ class Invariants:
     accepted: set[str] = field(default_factory=set)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     told: int = 0
+    _epoch: int = 0
     _last: dict[str, EngineLook] = field(default_factory=dict)
     _idle_since_s: dict[str, float] = field(default_factory=dict)
 
@@ -81,15 +79,6 @@ class Invariants:
     def look(self, look: Look) -> None:
         """Compare with the last look."""
         self.told += 1
-        if look.leaders > 1:
-            raise InvariantBroken(
-                f"at {look.now_s:.6f} s {look.leaders} processes decide for one pool: at most one may"
-            )
-        for name, bound in look.queue_bounds.items():
-            if look.queued.get(name, 0) > bound:
-                raise InvariantBroken(
-                    f"at {look.now_s:.6f} s class {name} has {look.queued[name]} works waiting: its bound is {bound}"
-                )
         for engine in look.engines:
             self._no_growth_beyond(engine, look.now_s)
             self._last[engine.name] = engine
@@ -119,6 +108,12 @@ class Invariants:
             )
         if decision.action is Action.DISPATCH and not serving:
             raise InvariantBroken(f"work {decision.work_id} was dispatched to {decision.engine}: it is not up")
+
+    def decided_under(self, epoch: int, what: str, now_s: float) -> None:
+        """Something was decided for the pool under a leader's epoch."""
+        if epoch < self._epoch:
+            raise InvariantBroken(f"at {now_s:.6f} s {what} under epoch {epoch}: {self._epoch} has decided already")
+        self._epoch = epoch
 
     def settled(self, request_id: str, outcome: Outcome) -> None:
         """A work's outcome was recorded."""

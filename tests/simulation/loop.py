@@ -33,7 +33,7 @@ from tests.simulation.net import Network
 from tests.simulation.poller import Poller
 from tests.simulation.trace import Trace
 
-LIVELOCK_CALLBACKS = 1_000_000
+LIVELOCK_CALLBACKS = 100_000
 COLLECT_EVERY_CALLBACKS = 100_000
 
 Result = TypeVar("Result")
@@ -63,6 +63,7 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
         self.callbacks = 0
         self.after_event: Callable[[], None] | None = None
         self._poller = Poller(self.network)
+        self._held_back: dict[str, list[asyncio.Handle]] = {}
         self._callbacks_at_instant = 0
         self._signals: dict[int, Callable[[], object]] = {}
         super().__init__(random.Random(f"timers {seed}") if permute else None, self._poller)
@@ -79,14 +80,27 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
     def _run_once(self) -> None:
         """One turn: wait if nothing is ready, then run what is ready now, each callback followed by the checks."""
         self._compact_timers()
+        if self._held_back:
+            self._let_thawed_go_on()
         self._process_events(self._wait())
         self._move_due_timers()
         self.trace.note(self.network.now_ns, len(self._ready))
         for _ in range(len(self._ready)):
             handle = self._ready.popleft()
-            if not handle.cancelled():
+            if not handle.cancelled() and not (self.network.frozen and self._holds_back(handle)):
                 handle._run()
                 self._after_callback()
+
+    def _holds_back(self, handle: asyncio.Handle) -> bool:
+        """A process that is stopped runs nothing; its timers become due all the same and fire once it goes on."""
+        host = self.network.stopped(handle._context)  # type: ignore[attr-defined]
+        if host is not None:
+            self._held_back.setdefault(host, []).append(handle)
+        return host is not None
+
+    def _let_thawed_go_on(self) -> None:
+        for host in [host for host in self._held_back if host not in self.network.frozen]:
+            self._ready.extend(self._held_back.pop(host))
 
     def _wait(self) -> Any:
         """Let time pass until something is ready; what the poller reported."""

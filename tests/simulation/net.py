@@ -7,7 +7,8 @@ it makes inherits the host, as asyncio hands contexts down.
 Faults, all of them reversible except the first:
 
     crash(host)            kill -9: the kernel closes its sockets (FIN, or RST where bytes were unread), ports refuse
-    freeze / thaw(host)    SIGSTOP: the kernel still accepts and buffers, nothing is read and nothing more is sent
+    freeze / thaw(host)    SIGSTOP: the kernel still accepts and buffers, nothing is read and nothing more is sent; the
+                           loop holds every callback of that host back until SIGCONT
     partition / heal(a, b) bytes, FIN, RST and SYN stall and go on later; after 15 min a sender gives up as TCP does
     isolate / rejoin(host) partition from every other host: a machine taken away, a cable pulled
     reset_between(a, b)    a middle box forgot the connections: both ends see ECONNRESET
@@ -24,7 +25,7 @@ import random
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,7 @@ class Network:
     now_ns    virtual time; moved by the loop only
     touched   descriptors whose readiness may have changed, for the loop's poller
     parked    flows that wait for a fault to end
+    frozen    names of the hosts that are stopped
     """
 
     def __init__(self, rng: random.Random, *, trace: Trace | None = None, link: Link | None = None) -> None:
@@ -143,6 +145,7 @@ class Network:
         self.now_ns = 0
         self.touched: dict[int, None] = {}
         self.parked: dict[Flow, None] = {}
+        self.frozen: set[str] = set()
         self.hosts: dict[str, Host] = {}
         self.open: dict[int, VirtualSocket] = {}
         self._by_address: dict[str, Host] = {}
@@ -219,10 +222,12 @@ class Network:
 
     def freeze(self, name: str) -> None:
         self.hosts[name].frozen = True
+        self.frozen.add(name)
 
     def thaw(self, name: str) -> None:
         host = self.hosts[name]
         host.frozen = False
+        self.frozen.discard(name)
         for endpoint in host.sockets.values():
             endpoint.touch()
         self._unpark()
@@ -251,6 +256,11 @@ class Network:
                     endpoint.fail(errno.ECONNRESET)
 
     # -- for the loop and its poller ----------------------------------------------------------------------------------
+
+    def stopped(self, context: Context) -> str | None:
+        """The frozen host that a callback of this context runs on; None when it may run."""
+        host = context.get(_HERE, "local")
+        return host if host in self.frozen else None
 
     @property
     def next_ns(self) -> int | None:

@@ -66,12 +66,36 @@ def test_an_unanswered_call_fails_after_the_time_out_and_not_before() -> None:
 
 def test_answers_are_late_by_what_is_drawn() -> None:
     async def main(loop: SimLoop) -> float:
-        _, queue = await with_session(QueueFaults(late_p=1.0, late_max_s=3.0))
+        _, queue = await with_session(QueueFaults(late_p=1.0, late_max_s=0.2))
         for _ in range(20):
             await queue.time_ms()
         return loop.time() / 20
 
-    assert 1.0 < run(main, seed=1) < 5.0
+    assert 0.1 < run(main, seed=1) < 0.3
+
+
+def test_what_was_sent_arrives_though_its_caller_has_given_up() -> None:
+    async def main(_loop: SimLoop) -> list[int]:
+        store, queue = await with_session(QueueFaults(late_p=1.0, late_max_s=60.0))
+        with pytest.raises(QueueUnavailable):
+            await enqueue(queue)
+        seen = [await waiting(store)]
+        await asyncio.sleep(60)
+        return [*seen, await waiting(store)]
+
+    assert run(main, seed=1) == [0, 1]
+
+
+def test_a_process_that_was_killed_sends_nothing_more() -> None:
+    async def main(_loop: SimLoop) -> int:
+        store, queue = await with_session(QueueFaults())
+        queue.dead = True
+        with pytest.raises(QueueUnavailable):
+            await enqueue(queue)
+        await asyncio.sleep(1)
+        return await waiting(store)
+
+    assert run(main, seed=1) == 0
 
 
 def test_once_faults_have_ended_every_call_is_answered() -> None:

@@ -10,7 +10,7 @@ from policies.vocabulary import Action, Decision, Outcome, Result
 from tests.simulation.invariants import EngineLook, InvariantBroken, Invariants, Look, Seen
 
 ENGINE = EngineLook("e", serving=True, in_flight={"bulk": 1}, window={"bulk": 2})
-LOOK = Look(1.0, (ENGINE,), queued={"bulk": 3}, queue_bounds={"bulk": 3}, leaders=1, policy_version="v1")
+LOOK = Look(1.0, (ENGINE,))
 OUTCOME = Outcome("w", "bulk", "t", "m", "e", Result.COMPLETED, "", 200, 1, 10, 5, 1.0)
 DECISION = Decision(Action.DISPATCH, 1.0, "v1", engine="e", work_id="w")
 
@@ -53,8 +53,6 @@ def test_an_engine_that_is_not_up_gets_nothing_new() -> None:
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        (replace(LOOK, queued={"bulk": 4}), "its bound is 3"),
-        (replace(LOOK, leaders=2), "2 processes decide"),
         (replace(LOOK, engines=(replace(ENGINE, in_flight={"bulk": -1}),)), "-1 bulk works"),
     ],
 )
@@ -66,6 +64,14 @@ def test_a_look_that_must_not_be(broken: Look, told: str) -> None:
 def test_a_decision_under_another_policy_is_told() -> None:
     with pytest.raises(InvariantBroken, match="in force is v2"):
         Invariants().decided(DECISION, policy_version="v2", serving=True)
+
+
+def test_a_decision_under_an_epoch_that_is_over_is_told() -> None:
+    invariants = Invariants()
+    invariants.decided_under(7, "a places a work", 1.0)
+
+    with pytest.raises(InvariantBroken, match="7 has decided already"):
+        invariants.decided_under(6, "b places a work", 1.0)
 
 
 def test_a_second_outcome_is_told() -> None:

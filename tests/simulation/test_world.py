@@ -1,6 +1,7 @@
 """The real gateway in seeded runs: faults as drawn, invariants after every event, everything served and tidied at the end.
 
-`HEADRACE_SEEDS` says how many seeds (0, 1, 2 ...), `HEADRACE_SEED` repeats one: what `make simulate` sets.
+`HEADRACE_SEEDS` says how many seeds of each kind (0, 1, 2 ...), `HEADRACE_SEED` repeats one, `HEADRACE_KIND` picks a
+kind: what `make simulate` sets.
 """
 
 from __future__ import annotations
@@ -9,38 +10,50 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.simulation.faults import FaultKind, Plan, draw_plan
+from tests.simulation.faults import FaultKind, Kind, Plan, draw_plan
 from tests.simulation.world import simulate
 
 ROOT = Path(__file__).parents[2]
 ONE_SEED = os.environ.get("HEADRACE_SEED")
-SEEDS = [int(ONE_SEED)] if ONE_SEED else range(int(os.environ.get("HEADRACE_SEEDS") or 8))
+ONE_KIND = os.environ.get("HEADRACE_KIND")
+ASKED = os.environ.get("HEADRACE_SEEDS")
+KINDS = [Kind(ONE_KIND)] if ONE_KIND else list(Kind)
+IN_THE_SUITE = {Kind.SINGLE: 60, Kind.MANY: 40}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_invariants_hold_under_the_faults_of_a_seed(seed: int, tmp_path: Path) -> None:
-    report = simulate(seed, tmp_path)
+def seeds(kind: Kind) -> list[int]:
+    if ONE_SEED:
+        return [int(ONE_SEED)]
+    return list(range(int(ASKED) if ASKED else IN_THE_SUITE[kind]))
+
+
+@pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind in KINDS for seed in seeds(kind)])
+def test_the_invariants_hold_under_the_faults_of_a_seed(kind: Kind, seed: int, tmp_path: Path) -> None:
+    report = simulate(seed, tmp_path, kind)
 
     assert report.looks > 0
     assert sum(report.results.values()) > 0
 
 
 @pytest.mark.slow
-def test_a_run_of_the_gateway_is_the_same_in_every_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_the_same_in_every_process(kind: Kind, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
+        "from tests.simulation.faults import Kind\n"
         "from tests.simulation.world import simulate\n"
-        "print(simulate(int(sys.argv[1]), Path(sys.argv[2])).digest)\n"
+        "print(simulate(int(sys.argv[1]), Path(sys.argv[2]), Kind(sys.argv[3])).digest)\n"
     )
-    seed = next(iter(SEEDS))
+    seed = seeds(kind)[0]
 
     digests = {
         subprocess.run(
-            [sys.executable, "-c", script, str(seed), str(tmp_path)],
+            [sys.executable, "-c", script, str(seed), str(tmp_path), kind.value],
             cwd=ROOT,
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
             check=True,
@@ -50,18 +63,28 @@ def test_a_run_of_the_gateway_is_the_same_in_every_process(tmp_path: Path) -> No
         for hash_seed in ("0", "31337")
     }
 
-    assert digests == {simulate(seed, tmp_path).digest}
+    assert digests == {simulate(seed, tmp_path, kind).digest}
 
 
 def plans(count: int) -> list[Plan]:
-    return [draw_plan(random.Random(seed)) for seed in range(count)]
+    return [draw_plan(random.Random(seed), kind) for kind in Kind for seed in range(count)]
 
 
 def test_every_kind_of_fault_is_drawn_by_some_seeds_and_left_out_by_others() -> None:
     drawn = [{fault.kind for fault in plan.faults} for plan in plans(100)]
 
     for kind in FaultKind:
-        assert 0 < sum(kind in kinds for kinds in drawn) < 100, kind
+        assert 0 < sum(kind in kinds for kinds in drawn) < len(drawn), kind
+
+
+def test_many_gateways_are_asked_in_turn_by_affinity_and_by_one_side() -> None:
+    asked = [
+        Counter(client.gateway for client in draw_plan(random.Random(seed), Kind.MANY).clients) for seed in range(50)
+    ]
+    shares = [max(by_gateway.values()) / by_gateway.total() for by_gateway in asked]
+
+    assert min(shares) < 0.3
+    assert max(shares) > 0.8
 
 
 def test_all_faults_end_before_the_safety_phase_does() -> None:

@@ -1,0 +1,101 @@
+"""The store of a simulated world: the queue in memory, watched from where every process's word arrives.
+
+What is checked here is what only the store can see: under which epoch a decision is taken in, that a bounded enqueue
+keeps its bound, that everything it holds has an owner. `check` looks at the whole; it is called now and then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from gateway.queue.base import Claimed, Credit, Enqueued, Place, Renewed, Session, SessionReport
+from gateway.queue.keys import encoded, session_from, session_part
+from gateway.queue.memory_queue import MemoryQueue
+from policies.vocabulary import Grant, Work
+from tests.simulation.invariants import InvariantBroken, Invariants
+
+
+class WatchedStore(MemoryQueue):
+    """See the module header. flushed_s: when it last lost everything."""
+
+    __slots__ = ("_invariants", "_time_s", "flushed_s", "heard")
+
+    def __init__(self, time_s: Callable[[], float], offset_s: float, invariants: Invariants) -> None:
+        self._time_s = time_s
+        self._invariants = invariants
+        self.flushed_s = float("-inf")
+        self.heard: dict[str, tuple[float, SessionReport]] = {}
+        super().__init__(lambda: int((offset_s + time_s()) * 1000))
+
+    def flush(self) -> None:
+        self.flushed_s = self._time_s()
+        self.forget()
+
+    async def renew_session(
+        self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport, ring: bool = False
+    ) -> Renewed | None:
+        renewed = await super().renew_session(
+            session, now_ms=now_ms, valid_for_ms=valid_for_ms, report=report, ring=ring
+        )
+        if renewed is not None:
+            self.heard[session.id] = (self._time_s(), report)
+        return renewed
+
+    async def enqueue_many(
+        self, works: Sequence[Work], *, session: Session, max_queue: Mapping[str, int], now_ms: int
+    ) -> list[Enqueued]:
+        before = dict(self._depths)
+        answers = await super().enqueue_many(works, session=session, max_queue=max_queue, now_ms=now_ms)
+        for name, bound in max_queue.items():
+            depth = self._depths[encoded(name)]
+            if depth > max(bound, before.get(encoded(name), 0)):
+                raise InvariantBroken(
+                    f"at {self._time_s():.6f} s {depth} {name} works wait: enqueue's bound is {bound}"
+                )
+        return answers
+
+    async def claim_many(
+        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
+    ) -> list[Claimed | None]:
+        answers = await super().claim_many(grants, now_ms=now_ms, runner=runner)
+        for grant, answer in zip(grants, answers, strict=True):
+            if answer is not None:
+                self._invariants.decided_under(grant.epoch, f"{grant.work_id} is claimed", self._time_s())
+        return answers
+
+    async def give_credit(self, credits: Mapping[Session, Mapping[Place, Credit]], *, epoch: int, now_ms: int) -> bool:
+        taken = await super().give_credit(credits, epoch=epoch, now_ms=now_ms)
+        if taken:
+            self._invariants.decided_under(epoch, "credit is given", self._time_s())
+        return taken
+
+    def check(self) -> None:
+        """Every key has its owner, and the indexes agree with the works."""
+        depths: Counter[str] = Counter()
+        waiting = {work_id for ranks in self._waiting.values() for _, work_id in ranks}
+        for work_id, held in self._works.items():
+            if held.owner not in self._sessions:
+                raise InvariantBroken(f"work {work_id} belongs to {held.owner!r}, which is no session")
+            if work_id not in self._owned.get(held.owner, ()):
+                raise InvariantBroken(f"work {work_id} is not among what {held.owner!r} owns")
+            if (held.grant is None) != (work_id in waiting):
+                raise InvariantBroken(f"work {work_id} waits and is granted, or neither")
+            if held.grant is None:
+                depths[held.queue.partition("/")[0]] += 1
+        if waiting - self._works.keys():
+            raise InvariantBroken(f"{waiting - self._works.keys()} wait and are not there")
+        if depths != Counter({name: depth for name, depth in self._depths.items() if depth}):
+            raise InvariantBroken(f"depths {dict(self._depths)}: counted {dict(depths)}")
+        if self._credits.keys() - self._sessions.keys():
+            raise InvariantBroken(f"credit of no session: {self._credits.keys() - self._sessions.keys()}")
+
+    def present(self, session: Session) -> float:
+        """When the session runs out, on the store's clock in seconds; -inf when there is none."""
+        present = self._sessions.get(session_part(session))
+        return float("-inf") if present is None else present.expires_ms / 1000
+
+    def latest_end_s(self, session_id: str) -> float:
+        """When the last session of that id runs out; -inf when there is none."""
+        ends = [one.expires_ms for owner, one in self._sessions.items() if session_from(owner).id == session_id]
+        return max(ends, default=float("-inf")) / 1000
