@@ -139,6 +139,13 @@ class Relay:
         self.output_tokens = 0
         self.done: asyncio.Future[AttemptEnd] = asyncio.get_running_loop().create_future()
 
+    @property
+    def answered(self) -> bool:
+        """True once a stream said all that its dialect has to say: what its framing, or its client, does then costs
+        nobody anything."""
+        reader = self._reader
+        return reader is not None and reader.terminated and reader.finished
+
     def attach(self, call: Call) -> None:
         """The call under way, to be paused with the client and aborted with the attempt."""
         self._call = call
@@ -201,7 +208,9 @@ class Relay:
             self._end_whole()
 
     def on_failure(self, failure: CallFailure) -> None:
-        if self._answered:
+        if self.done.done():
+            return
+        if self.answered:
             self._end_stream()
         else:
             self._end(call_failed(failure, self._engine))
@@ -218,17 +227,11 @@ class Relay:
         elif not self._heard:
             if now_s - self._sent_s > timeouts.first_byte_s:
                 self._end(timed_out("first_byte_s", timeouts.first_byte_s, self._engine))
-        elif self._answered:
+        elif self.answered:
             if now_s - self._last_byte_s > FRAMING_END_S:
                 self._end_stream()
         elif now_s - self._last_byte_s > timeouts.inter_token_s:
             self._end(timed_out("inter_token_s", timeouts.inter_token_s, self._engine))
-
-    @property
-    def _answered(self) -> bool:
-        """True once a stream said all that its dialect has to say: what its framing does then costs nobody anything."""
-        reader = self._reader
-        return reader is not None and reader.terminated and reader.finished and not self.done.done()
 
     # -- streams -------------------------------------------------------------------------------------------------
 

@@ -123,6 +123,10 @@ class Service:
             reply.fail(refusal)
         except asyncio.CancelledError:
             course.result, course.reason = Result.CANCELLED, reply.cut_reason or "client_gone"
+            if course.relay is not None:
+                course.output_tokens = course.relay.output_tokens
+                if course.relay.answered and not reply.paused:  # SDKs leave at the dialect's end, before the framing's
+                    course.result, course.reason = Result.COMPLETED, ""
             raise
         except Exception:
             course.reason = "internal_error"
@@ -409,8 +413,6 @@ class Service:
         """The exchange's one outcome."""
         now_s = self._clock.now_s()
         accepted_s, first_s, work = exchange.accepted_s, reply.first_content_s, course.work
-        if course.relay is not None and course.result is Result.CANCELLED:
-            course.output_tokens = course.relay.output_tokens
         outcome = Outcome(
             work_id=work.id,
             class_name=work.class_name,

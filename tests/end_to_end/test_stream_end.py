@@ -16,7 +16,7 @@ from tests.end_to_end.conftest import Stage
 from tests.end_to_end.counts import counts
 from tests.end_to_end.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TGI, WAYS, Way, payloads, typed
 from tests.end_to_end.scripted_engine import DONE, MODEL, Asked, Wire, answer, delta, event, hello, stream
-from tests.gateway.ingress.raw_client import Answer
+from tests.gateway.ingress.raw_client import Answer, RawClient, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -352,6 +352,37 @@ async def test_a_client_error_as_the_first_event_of_a_200_is_a_400(stage: Stage,
 
 
 # -- endpoints end differently ---------------------------------------------------------------------------------------
+
+
+@both_breaks
+@every_way
+async def test_a_stream_that_said_all_is_a_success_whatever_breaks_then(stage: Stage, way: Way, end: str) -> None:
+    before = await counts(stage.gateway, way.model)
+    stage.engine_for(way).play = stream(*way.stream("hey"), end=end)
+
+    got = await stage.ask(way.ask())
+
+    assert (got.status, got.whole, got.body) == (200, True, b"".join(way.stream("hey")))
+    assert (await counts(stage.gateway, way.model) - before)["completed"] == 1
+
+
+@every_way
+async def test_a_client_that_leaves_at_the_dialects_end_had_its_whole_answer(stage: Stage, way: Way) -> None:
+    """SDKs close a stream there, and need not wait for what ends the framing."""
+    before = await counts(stage.gateway, way.model)
+    engine = stage.engine_for(way)
+    engine.play = stream(*way.stream("hey"), end="hang")
+
+    async with RawClient(stage.port) as client:
+        await client.send(way.ask())
+        await client.read_head()
+        body = b""
+        while body != b"".join(way.stream("hey")):
+            body += await client.read_chunk()
+
+    await until(lambda: engine.aborted)
+    await until(lambda: not engine.active)
+    assert (await counts(stage.gateway, way.model) - before)["completed"] == 1
 
 
 @every_way
