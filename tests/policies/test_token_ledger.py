@@ -356,7 +356,7 @@ def test_answers_that_show_nothing_before_their_end_do_not_fill_the_pipe_for_eve
         (Guard.TPOT, {"tpot_s": 0.005, "gap_s": None}, False),
         (Guard.KNEE, {"held_tokens": 10_000.0}, True),
         (Guard.KNEE, {"held_tokens": 1e6}, False),
-        (Guard.STALL, {"pending_patient": 0.0}, True),
+        (Guard.STALL, {"pending_patient": 1000.0}, True),
         (Guard.STALL, {"pending_patient": 9000.0}, False),
         (Guard.TTFT, {"pending_urgent": 1000.0}, True),
         (Guard.TTFT, {"pending_urgent": 9000.0}, False),
@@ -382,14 +382,27 @@ def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], 
     assert (found.guard, found.passed) == (guard, passes)
 
 
-def test_a_prompt_too_long_for_the_rule_passes_now_and_then_when_nothing_is_pending() -> None:
+def test_a_prompt_that_makes_others_late_passes_now_and_then_when_nothing_is_pending() -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
     huge = Asked(38_000, 1, None, NOTHING, NOTHING)
     due = replace(SCENE, oversize_due=True)
 
-    assert guards.stall(due, huge, account.step, fields).passed
-    assert not guards.stall(SCENE, huge, account.step, fields).passed
-    assert not guards.stall(replace(due, pending_urgent=10.0), huge, account.step, fields).passed
+    found = [
+        guards.first_token(scene, huge, account.step, fields)
+        for scene in (due, SCENE, replace(due, pending_urgent=10.0))
+    ]
+
+    assert [one.passed for one in found if one is not None] == [True, False, False]
+
+
+def test_on_a_slow_engine_one_long_prompt_after_the_other_is_let_in() -> None:
+    account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
+    account.step.theta[3] = 3e-4
+    long = Asked(1000, 1, None, NOTHING, NOTHING)
+    patient = replace(SCENE, objective_s=2.0)
+
+    assert guards.stall(patient, long, account.step, fields).passed
+    assert not guards.stall(replace(patient, pending_patient=500.0), long, account.step, fields).passed
 
 
 @pytest.mark.parametrize(

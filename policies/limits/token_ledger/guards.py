@@ -22,6 +22,7 @@ STALL_SHARE = 0.15
 """Part of the shortest objective that patient prompts may take, where that is more than stall_s."""
 ALONE_FACTOR = 1.5
 """What an empty engine cannot do in time is not patient work's fault: its threshold is no lower than this times that."""
+OVERSIZE_SHARE = 0.5
 MOST_DOUBT = 0.3
 MEMORY_DRIFT = 0.02
 
@@ -40,7 +41,7 @@ class Scene:
     hypothesis_tokens              a long prompt (p95) of the urgent class with the tightest objective; None: no such class
     objective_s, tpot_s            its objective for that prompt; the tightest gap; None: none is set
     usual_memory_fraction          the least GPU memory in use that was ever seen here
-    oversize_due                   time for one prompt that breaks the rule on stalls
+    oversize_due                   time for one prompt that nobody with an objective could be in time behind
     """
 
     held_tokens: float
@@ -150,10 +151,11 @@ def first_token(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedge
 
 
 def stall(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading:
-    """Prefill time of patient prompts that are pending. One prompt that is too long by itself may pass now and then."""
+    """Prefill time of patient prompts that are pending. One by itself may take longer: `first_token` judges it, and on a
+    slow engine every prompt is long."""
     value = (scene.pending_patient + asked.prompt_tokens) * model.prefill_s_per_token
     threshold = stall_threshold_s(scene, fields)
-    return _reading(Guard.STALL, value, max(threshold, value) if _oversize(scene, asked, model, fields) else threshold)
+    return _reading(Guard.STALL, value, threshold if scene.pending_patient else max(threshold, value))
 
 
 def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
@@ -184,10 +186,15 @@ def stall_threshold_s(scene: Scene, fields: TokenLedgerSizing) -> float:
 
 
 def _oversize(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> bool:
-    """The work has leave to break the rule: too long for it by itself, nothing else pending, and it is time."""
+    """The work has leave to make one late: too long to be let in ever, nothing else pending, and it is time."""
     quiet = not (scene.pending_patient or scene.pending_urgent or scene.queued_tokens)
-    too_long = asked.prompt_tokens * model.prefill_s_per_token > stall_threshold_s(scene, fields)
-    return scene.oversize_due and quiet and too_long
+    return scene.oversize_due and quiet and oversize(asked.prompt_tokens, scene.objective_s, model, fields)
+
+
+def oversize(prompt_tokens: int, objective_s: float | None, model: StepModel, fields: TokenLedgerSizing) -> bool:
+    """Whether a prompt alone takes most of what the first-token guard allows."""
+    allowed_s = fields.caution * (math.inf if objective_s is None else objective_s)
+    return prompt_tokens * model.prefill_s_per_token > OVERSIZE_SHARE * allowed_s
 
 
 def _reading(guard: Guard, value: float, threshold: float) -> GuardReading:

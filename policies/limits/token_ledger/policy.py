@@ -264,10 +264,9 @@ class TokenLedger:
         if prompts is None:
             prompts = self._prompts[work.class_name] = deque(maxlen=PROMPTS_KEPT)
         prompts.append(work.prompt_tokens)
-        if work.class_name not in self._objectives:
-            prefill_s = work.prompt_tokens * mine.account.step.prefill_s_per_token
-            if prefill_s > max(self._fields.stall_s, guards.STALL_SHARE * (mine.hypothesis[1] or 0.0)):
-                mine.oversize_s = now_s
+        patient, step = work.class_name not in self._objectives, mine.account.step
+        if patient and guards.oversize(work.prompt_tokens, mine.hypothesis[1], step, self._fields):
+            mine.oversize_s = now_s
 
     def _finished(self, event: Finished) -> None:
         entry = self._of(event.engine).account.ended(event.work.id, event.attempt)
