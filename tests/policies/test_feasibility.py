@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,8 +82,8 @@ def test_what_the_engines_were_given_already_counts() -> None:
 
 def test_a_round_places_those_that_can_be_in_time_first_by_the_pace_it_learned() -> None:
     pace = Pace()
-    pace.granted("seen", 1, 1000)
-    pace.first_token("e0", "seen", 1, 1.0)
+    pace.granted("e0", "seen", 1, 1000, NOW_S - 2)
+    pace.first_token("seen", 1, NOW_S - 1)
     works = [due(0, prompt_tokens=700, within_s=1.0), due(1, prompt_tokens=200, within_s=1.1)]
     sizing = LIMITS["fixed"](policy("version: 1\nclasses: {chat: {ttft_sla_s: 1}}\nsizing: {fixed: {total: 1}}\n"))
 
@@ -93,11 +94,26 @@ def test_a_round_places_those_that_can_be_in_time_first_by_the_pace_it_learned()
     assert [one.work.id for one in seeing] == ["w1"]
 
 
-def test_a_pace_is_learned_from_prompts_long_enough_to_show_it() -> None:
+def test_a_pace_is_the_tokens_taken_in_while_some_were_pending() -> None:
     pace = Pace()
-    for number, tokens in enumerate((20, 1000)):
-        pace.granted(f"w{number}", 1, tokens)
-        pace.first_token("e0", f"w{number}", 1, 0.5)
+    for number in range(4):
+        pace.granted("e0", f"w{number}", 1, 1000, NOW_S)
+    for number in range(4):
+        pace.first_token(f"w{number}", 1, NOW_S + 0.25 * (number + 1))
+    pace.granted("e0", "much later", 1, 1000, NOW_S + 60)
+    pace.first_token("much later", 1, NOW_S + 60.25)
 
-    assert pace.seconds_per_token("e0") == 0.5 / 1000
+    assert pace.seconds_per_token("e0") == pytest.approx(0.25 / 1000)
     assert pace.seconds_per_token("e1") is None
+
+
+def test_a_short_prompt_or_one_that_came_to_nothing_teaches_no_pace() -> None:
+    pace = Pace()
+    pace.granted("e0", "short", 1, 20, NOW_S)
+    pace.first_token("short", 1, NOW_S + 0.5)
+    for name in ("lost", "kept"):
+        pace.granted("e0", name, 1, 5000, NOW_S + 1)
+    pace.ended("lost", 1)
+    pace.first_token("kept", 1, NOW_S + 9)
+
+    assert pace.seconds_per_token("e0") is None
