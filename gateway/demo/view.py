@@ -40,14 +40,15 @@ def live_view(elapsed_s: float, page: GatewayPage, figures: Mapping[str, Figures
     return Group(
         Text(f"headrace demo  {elapsed_s:.0f} s", style="bold"),
         _classes(page, figures),
+        Text(),
         _engines(page),
         *(Text(note) for note in notes),
     )
 
 
 def _classes(page: GatewayPage, figures: Mapping[str, Figures]) -> Table:
-    table = Table("class", *("open", "queued", "done", "refused", "failed"), "TTFT p50", "p99", "SLA", "inside SLA")
-    table.add_column("tokens/s", justify="right")
+    names = ("class", "open", "queued", "done", "refused", "failed", "TTFT p50", "p99", "SLA", "inside", "tok/s")
+    table = Table(*names, box=None, padding=(0, 1, 0, 0), pad_edge=False)  # a frame would not fit 80 columns
     for name, of in figures.items():
         objective_s = page.objective_s.get(name)
         late = objective_s is not None and of.ttft_p99_s is not None and of.ttft_p99_s > objective_s

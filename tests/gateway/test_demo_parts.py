@@ -23,7 +23,7 @@ from backends.simulated.tokenizer import Tokenizer, shipped_tokenizer
 from gateway.demo.engines import EngineDidNotStart, engine_process
 from gateway.demo.load import Load
 from gateway.demo.ports import free_port
-from gateway.demo.score import RECENT_S, Score
+from gateway.demo.score import RECENT_S, Figures, Score
 from gateway.demo.show import Stage
 from gateway.demo.view import live_view, plain_line
 from gateway.demo.watch import GatewayPage, parse_page
@@ -249,6 +249,18 @@ def test_the_live_view_shows_windows_and_cache() -> None:
     assert "interactive 0/64" in text
     assert "50%" in text
     assert "note" in text
+
+
+def test_the_live_view_fits_a_terminal_of_80_columns() -> None:
+    busy = Figures(1000, 345, 1200, 12, 3, 0.03, 10.16, 1.0, 12_221.0)
+    console = Console(width=80, record=True, file=io.StringIO())
+
+    console.print(live_view(3.0, page(), {"interactive": busy, "bulk": busy}, []))
+
+    text = console.export_text()
+    assert "…" not in text
+    assert "TTFT p50" in text
+    assert "10.16 s" in text
 
 
 def test_the_curl_line_is_ready_to_paste() -> None:
