@@ -1,7 +1,5 @@
 """The policy in force: edits are seen however they are made, wrong ones change nothing, starts refuse them."""
 
-
-
 from __future__ import annotations
 
 import asyncio
