@@ -276,7 +276,12 @@ class Gateway:
         settings = self.settings.recorder
         if settings.folder is None or self._role is Role.DECIDER:
             return None
-        key = installation_key(self.settings.state_dir)
+        state_dir = self.settings.state_dir
+        try:
+            key = installation_key(state_dir)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise StartError(f"state directory {state_dir}: cannot be used ({reason}); give another") from error
         recorder = Recorder(settings, settings.folder, key=key, name=name, wall_s=self._clock.pool_s, log=self._log)
         stack.push_async_callback(recorder.close)
         return recorder

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import structlog
 
+from gateway.app import Gateway
+from gateway.errors import StartError
 from gateway.logs import Log
+from gateway.queue.memory_queue import MemoryQueue
 from gateway.recorder import COLUMNS, MARK, Recorder, installation_key
 from gateway.replay.trace import RECORDED_ID_TOKENS, TraceError, read_trace
-from gateway.settings import RecorderSettings
+from gateway.settings import EngineSettings, RecorderSettings, Settings
 from policies.vocabulary import Outcome, Result, Work
 from tests.gateway.replay.quiet import QUIET
 
@@ -275,3 +278,15 @@ async def test_prefixes_become_the_blocks_of_an_engine(tmp_path: Path) -> None:
 def test_an_empty_folder_is_no_trace(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no requests in it"):
         read_trace(tmp_path)
+
+
+async def test_a_start_whose_recorder_can_have_no_key_says_why(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    settings = Settings(
+        engines=(EngineSettings("e", "http://127.0.0.1:1"),),
+        state_dir=tmp_path / "taken",
+        recorder=RecorderSettings(tmp_path / "traffic"),
+    )
+
+    with pytest.raises(StartError, match=r"taken: cannot be used \(Not a directory\)"):
+        await Gateway(settings, log=QUIET, queue=MemoryQueue(lambda: 0)).__aenter__()
