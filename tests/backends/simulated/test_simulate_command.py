@@ -67,3 +67,12 @@ def test_options_that_cannot_work_end_it_with_one_line_and_code_2(options: list[
     assert process.returncode == 2
     assert errors.count("\n") == 1
     assert message in errors
+
+
+@pytest.mark.parametrize("option", ["--max-num-seqs", "--max-num-batched-tokens", "--max-model-len", "--kv-tokens"])
+def test_nothing_is_a_bound_of_zero_which_would_read_as_none_given(option: str) -> None:
+    with simulating(option, "0") as process:
+        _, errors = process.communicate(timeout=20)
+
+    assert process.returncode == 2
+    assert f"argument {option}: '0': expected a whole number >= 1" in errors
