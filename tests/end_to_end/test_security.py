@@ -77,6 +77,7 @@ async def shared_guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
             f"{SHORT_TIMEOUTS.replace('request_head_s: 3', f'request_head_s: {HEAD_S}').replace('request_body_s: 3', f'request_body_s: {HEAD_S}')}"
         )
         gateway = await stack.enter_async_context(GatewayProcess(folder, config))
+        await gateway.until_ready()
         guarded = Guarded(gateway, engine, redis)
 
         async def watch() -> None:
