@@ -46,6 +46,9 @@ HELD_ERROR_BYTES = 256 * 1024
 RETRY_AFTER_MAX_S = 86_400.0
 FRAMING_END_S = 2.0
 """How long a stream that is complete waits for its framing to end, so that the engine's connection can be kept."""
+RESPONSE_ID_MAX_BYTES = 256
+"""What an id and its key may take, so that one is found which two reads share."""
+
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 
 
@@ -95,6 +98,7 @@ class Relay:
         "_reader",
         "_reply",
         "_response_id",
+        "_seam",
         "_sent_s",
         "_splitter",
         "_status",
@@ -133,6 +137,7 @@ class Relay:
         self._heard = False
         self._engine_ttft_s: float | None = None
         self._response_id = ""
+        self._seam = b""
         self._splitter = EventSplitter()
         self._reader: StreamReader | None = None
         self._sent_s = self._last_byte_s = clock.now_s()
@@ -192,6 +197,9 @@ class Relay:
         self._heard = True
         self._last_byte_s = self._clock.now_s()
         if self._mode is _Mode.PASS:
+            if not self._response_id and self._exchange.path == "/v1/responses":
+                self._find_response_id(self._seam + data)
+                self._seam = data[-RESPONSE_ID_MAX_BYTES:]
             self._commit()
             self._reply.write(data)
         else:
@@ -321,6 +329,7 @@ class Relay:
             self._mode = _Mode.PASS
             if self._exchange.path == "/v1/responses":
                 self._find_response_id(b"".join(self._held))
+                self._seam = data[-RESPONSE_ID_MAX_BYTES:]
             self._first_token()
             self._flush_whole()
 

@@ -363,6 +363,17 @@ async def test_a_long_whole_answer_goes_through_without_being_held() -> None:
     assert bench.client.body == piece + piece
 
 
+@pytest.mark.parametrize("cut", range(0, 24, 3))
+async def test_the_id_of_a_long_response_is_found_wherever_it_stands(cut: int) -> None:
+    bench = Bench(stream=False, path="/v1/responses", dialect=Dialect.RESPONSES)
+    whole = b'{"pad":"%b","id":"resp_1234567","object":"response"}' % (b"x" * 1_100_000)
+    at = whole.index(b'"id"') + cut
+
+    bench.play(whole[:at], whole[at:], headers=JSON)
+
+    assert (await bench.relay.done).response_id == "resp_1234567"
+
+
 async def test_silence_before_the_first_byte_is_a_504_that_names_its_timer_and_is_not_repeated() -> None:
     bench = Bench(timeouts=Timeouts(first_byte_s=10))
     bench.clock.time_s += 10.1
