@@ -56,7 +56,7 @@ def test_an_engine_is_as_free_as_its_tightest_card_and_as_hot_as_its_hottest() -
     }
 
 
-@pytest.mark.parametrize("reason", set(Unknown) - {Unknown.ABSURD})
+@pytest.mark.parametrize("reason", [reason for reason in Unknown if reason is not Unknown.ABSURD])
 def test_a_sum_without_a_card_is_no_sum(reason: Unknown) -> None:
     found = values(card("a"), card("b", power_w=reason))
 
