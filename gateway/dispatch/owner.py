@@ -227,27 +227,32 @@ class Owner:
                 return
         self._entries[work.id] = work.attempt
         try:
-            answer = await self._enqueued(work, max_queue)
+            answer, sure = await self._enqueued(work, max_queue)
         except SessionLost:
             await self._presence.beat()
             self._entries[work.id] = work.attempt
-            answer = await self._enqueued(work, max_queue)
+            answer, sure = await self._enqueued(work, max_queue)
+        if answer is not Enqueued.QUEUED and sure:
+            del self._entries[work.id]  # else it is settled: an earlier call may arrive late and find room
         if answer is Enqueued.FULL:
-            del self._entries[work.id]
             raise QueueFull(work.class_name)
         if answer is Enqueued.TAKEN:
-            del self._entries[work.id]
             raise QueueUnavailable(f"work {work.id}: another session holds it; it will be swept, try again")
 
-    async def _enqueued(self, work: Work, max_queue: Mapping[str, int]) -> Enqueued:
-        """Enqueue, with patience for a store that is being restarted or replaced. Raises SessionLost, QueueUnavailable."""
+    async def _enqueued(self, work: Work, max_queue: Mapping[str, int]) -> tuple[Enqueued, bool]:
+        """Enqueue, with patience for a store that is being restarted or replaced.
+
+        Returns the answer, and whether it is that of the only call. Raises SessionLost, QueueUnavailable.
+        """
         give_up_s = self._clock.now_s() + STORE_PATIENCE_S
+        sure = True
         while True:
             try:
-                return await self._batcher.enqueue(work, max_queue=max_queue)
+                return await self._batcher.enqueue(work, max_queue=max_queue), sure
             except SessionLost:
                 raise
             except QueueUnavailable:
+                sure = False
                 if self._clock.now_s() >= give_up_s:
                     raise
                 await asyncio.sleep(STORE_RETRY_S)

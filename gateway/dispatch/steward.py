@@ -41,12 +41,14 @@ class _Other:
     rates     works started per second on credit, by place
     credits   as the leader last wrote them, or may have
     told      the store has confirmed them
+    whole_s   until then a lost session is taken to have all it had: it may take up a grant for so long
     """
 
     report: SessionReport = field(default_factory=SessionReport)
     rates: dict[Place, float] = field(default_factory=dict)
     credits: dict[Place, Credit] = field(default_factory=dict)
     told: bool = True
+    whole_s: float = 0.0
 
     def silent_s(self, now_s: float) -> float:
         """How long ago it reported."""
@@ -138,7 +140,7 @@ class Steward:
             self._count(session, other, now_s)
         # A claim may have been made for a session that had run out and was not swept yet.
         for session in [one for one in {**self._others, **self._ledger.claimed()} if one not in reports]:
-            taken += self._lose(session)
+            taken += self._lose(session, now_s)
         for session, lost in list(self._lost.items()):
             replaced = any(one.id == session.id and one.epoch > session.epoch for one in reports)
             if replaced or lost.silent_s(now_s) > RESERVED_S:
@@ -241,7 +243,7 @@ class Steward:
             works, share = runs.works + unspent.works, 0 if credit is None else credit.share
             if here:
                 share -= self._ledger[engine].entries_of(class_name)
-            if lost and silent_s > SESSION_VALID_S:
+            if lost and silent_s > SESSION_VALID_S and now_s > other.whole_s:
                 works = share_left(max(works, share), silent_s)
             else:
                 works = max(works, share_left(share, silent_s), 0)
@@ -257,8 +259,8 @@ class Steward:
         for engine in self._roster:
             self._ledger[engine.name].elsewhere(session, {}, {})
 
-    def _lose(self, session: Session) -> list[Entry]:
-        """A session is in the store no more. What was granted to it and not reported yet it may have taken up."""
+    def _lose(self, session: Session, now_s: float) -> list[Entry]:
+        """A session is in the store no more. What was granted to it and not reported yet it may still take up."""
         other = self._others.pop(session, None) or self._lost.get(session) or _Other()
         granted = self._ledger.taken_over(session, math.inf)
         if session.id == self._presence.session.id:
@@ -272,6 +274,8 @@ class Steward:
                 runs.works + 1, runs.kv_tokens + entry.kv_tokens, runs.prefill_tokens + entry.prefill_tokens
             )
         other.report = replace(other.report, in_flight=in_flight)
+        if granted:
+            other.whole_s = now_s + SESSION_VALID_S  # as long as a grant is valid
         self._lost[session] = other
         return [entry for _, entry in granted]
 
