@@ -168,9 +168,9 @@ def draw_plan(rng: random.Random, kind: Kind = Kind.SINGLE) -> Plan:
     many = kind is Kind.MANY
     duration_s = rng.uniform(10, 30) if many else rng.uniform(10, 60)
     gateways = rng.randint(2, 5) if many else 1
-    engines = rng.choice((1, 1, 2, 2, 3, 4)) if many else rng.randint(1, 3)
+    engines = rng.choice((1, 1, 1, 2, 2, 3, 4)) if many else rng.randint(1, 3)
     bulk_window = rng.randint(1, 4)
-    kinds = [one for one in _KINDS[kind] if rng.random() < 0.35]
+    kinds = [one for one in FaultKind if rng.random() < _chance(one, kind)]
     behaviours = [one for one in Behaviour if one is Behaviour.PATIENT or rng.random() < (0.15 if many else 0.4)]
     return Plan(
         duration_s=duration_s,
@@ -350,8 +350,8 @@ def _draw_link(rng: random.Random) -> Link:
 def _draw_queue_faults(rng: random.Random) -> QueueFaults:
     return QueueFaults(
         delay_max_s=rng.choice((0.0, 0.001, 0.02)),
-        late_p=rng.choice((0.0, 0.0, 0.05)),
-        late_max_s=rng.uniform(0.1, 1.0),
+        late_p=rng.choice((0.0, 0.0, 0.05, 0.1)),
+        late_max_s=rng.choice((0.2, 1.0, 3.0)) * rng.random(),
         request_lost_p=rng.choice((0.0, 0.0, 0.02, 0.1)),
         reply_lost_p=rng.choice((0.0, 0.0, 0.02, 0.1)),
         bell_lost_p=rng.choice((0.0, 0.0, 0.5, 1.0)),
@@ -359,12 +359,15 @@ def _draw_queue_faults(rng: random.Random) -> QueueFaults:
 
 
 _BETWEEN_GATEWAYS = frozenset({FaultKind.QUEUE_CUT, FaultKind.GATEWAY_DRAIN})
-_KINDS = {
-    Kind.SINGLE: [one for one in FaultKind if one not in _BETWEEN_GATEWAYS],
-    Kind.MANY: list(FaultKind),
-}
 _INSTANT = frozenset({FaultKind.ENGINE_RESET, FaultKind.QUEUE_FLUSH, FaultKind.POLICY_EDIT})
 LONGEST_FREEZE_S = 10.0
+
+
+def _chance(fault: FaultKind, kind: Kind) -> float:
+    """Of a run to have faults of a kind: among many gateways those of engines are told elsewhere, and take the load away."""
+    if kind is Kind.SINGLE:
+        return 0.0 if fault in _BETWEEN_GATEWAYS else 0.35
+    return 0.12 if fault.value.startswith("engine") else 0.35
 
 
 def _draw_faults(
@@ -398,11 +401,11 @@ def _draw_clients(
     rng: random.Random, behaviours: Sequence[Behaviour], duration_s: float, gateways: int
 ) -> tuple[ClientPlan, ...]:
     """A number of clients that some seeds spread and others let come all at once; whom they ask is drawn too."""
-    burst = rng.random() < 0.3
+    burst = rng.random() < (0.3 if gateways == 1 else 0.1)
     ask = rng.choice((_in_turn, _sticky, _one_sided))
     clients = []
-    classes = ("interactive", "bulk") if gateways == 1 else ("interactive", "interactive", "bulk")
-    lengths = (1, 5, 40, 200) if gateways == 1 else (2, 20, 40, 80)
+    classes = ("interactive", "bulk") if gateways == 1 else ("interactive", "interactive", "interactive", "bulk")
+    lengths = (1, 5, 40, 200) if gateways == 1 else (2, 20, 60, 160)
     for number in range(rng.randint(5, 80) if gateways == 1 else rng.randint(40, 140)):
         at_s = rng.uniform(0, 0.5 if burst else duration_s * 0.9)
         clients.append(

@@ -96,6 +96,8 @@ class GatewayHost:
     generation   counts starts and crashes
     up           the process serves
     leaving      it was asked to leave: it refuses connections and finishes what it has
+    thawed_s     when it last went on after a stop
+    on_credit    works that were started without asking, on credit or on a share
     killed       when each process that was killed here died, by the id of its sessions
     """
 
@@ -106,6 +108,8 @@ class GatewayHost:
         self.up = False
         self.leaving = False
         self.cut = 0
+        self.thawed_s = -1.0
+        self.on_credit: set[str] = set()
         self.killed: dict[str, float] = {}
         self._world = world
         self._stop = asyncio.Event()
@@ -120,6 +124,7 @@ class GatewayHost:
     async def start(self) -> None:
         world = self._world
         self.generation += 1
+        self.started_s = world.loop.time()
         self.leaving = False
         self.queue = self._new_queue()
         self._stop = asyncio.Event()
@@ -155,6 +160,10 @@ class GatewayHost:
         assert self._task is not None
         await self._task
         return self._drained
+
+    def thaw(self) -> None:
+        self._world.network.thaw(self.name)
+        self.thawed_s = self._world.loop.time()
 
     def cut_off(self, by: int) -> None:
         """One cut more (1) or less (-1) between this gateway and the store."""
@@ -225,7 +234,9 @@ class GatewayHost:
         def on_decision(decision: Decision) -> None:
             serving = not decision.engine or gateway.roster[decision.engine].state is EngineState.UP
             invariants.decided(decision, policy_version=gateway.store.current.version, serving=serving)
-            if decision.reason != "credit":
+            if decision.reason == "credit":
+                self.on_credit.add(decision.work_id)
+            else:
                 invariants.decided_under(gateway.presence.epoch, f"{self.name} places a work", world.loop.time())
             sink(decision)
 

@@ -221,7 +221,10 @@ def run(main: Callable[[SimLoop], Coroutine[Any, Any, Result]], *, seed: int, pe
     with _steady_garbage(), asyncio.Runner(loop_factory=lambda: SimLoop(seed, permute=permute)) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, SimLoop)
-        result = runner.run(main(loop))
+        try:
+            result = runner.run(main(loop))
+        finally:
+            loop.network.thaw_all()  # what is stopped could not be cancelled
         gc.collect()
         loop.raise_unhandled()
     return result

@@ -232,6 +232,10 @@ class Network:
             endpoint.touch()
         self._unpark()
 
+    def thaw_all(self) -> None:
+        for name in list(self.frozen):
+            self.thaw(name)
+
     def partition(self, a: str, b: str) -> None:
         self.path(a, b).down = self.path(b, a).down = True
 

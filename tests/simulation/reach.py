@@ -9,6 +9,7 @@ already when contact was lost. A successor that never heard of the process keeps
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,9 +24,6 @@ CLOCKS_APART_S = 0.3
 """A session so near its end may have ended for a leader whose clock is ahead."""
 AFTER_FLUSH_S = 2.0
 """For so long the leader still counts what it knew, or a fresh one decides nothing."""
-LAST_GRANT_S = 6.0
-"""What was granted before the cut has started by then."""
-
 Attempt = tuple[str, int]
 
 
@@ -63,6 +61,7 @@ class Reach:
                 if work_id in once:
                     raise InvariantBroken(f"at {now_s:.6f} s work {work_id} runs twice")
                 once.add(work_id)
+            self._in_its_time(host, one, running, now_s)
             self._follow(host, one, now_s)
             if one.away_s is not None:
                 self._within_share(host, one, running, windows, now_s)
@@ -81,6 +80,15 @@ class Reach:
             one.away_s, one.reign = now_s, self._reign
             one.heard_s, one.report = self._store.heard.get(host.session_id, (now_s, SessionReport()))
 
+    def _in_its_time(self, host: GatewayHost, one: _Process, running: dict[Attempt, Place], now_s: float) -> None:
+        """No grant is used after it has expired, but by a process that was stopped between its check and its first byte."""
+        for attempt in running.keys() - one.running.keys():
+            until_s = self._store.granted_until_s.get(attempt, math.inf) - WALL_OFFSET_S
+            if now_s > until_s and attempt[0] not in host.on_credit and now_s != host.thawed_s:
+                raise InvariantBroken(
+                    f"at {now_s:.6f} s {host.name} started {attempt}: its grant had expired at {until_s:.6f} s"
+                )
+
     def _within_share(
         self,
         host: GatewayHost,
@@ -90,11 +98,10 @@ class Reach:
         now_s: float,
     ) -> None:
         since_s = now_s - one.heard_s
-        if since_s < LAST_GRANT_S:
-            return
         by_place = Counter(running.values())
         for attempt, place in running.items():
-            if attempt not in one.running and by_place[place] > share_left(windows.get(place[1], 0), since_s):
+            asked = attempt in one.running or attempt[0] not in host.on_credit
+            if not asked and by_place[place] > share_left(windows.get(place[1], 0), since_s):
                 raise InvariantBroken(
                     f"at {now_s:.6f} s {host.name}, cut off for {since_s:.1f} s, started {place[1]} work number"
                     f" {by_place[place]} on {place[0]}: its share is {share_left(windows.get(place[1], 0), since_s)}"

@@ -7,7 +7,7 @@ keeps its bound, that everything it holds has an owner. `check` looks at the who
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gateway.queue.base import Claimed, Credit, Enqueued, Place, Renewed, Session, SessionReport
 from gateway.queue.keys import encoded, session_from, session_part
@@ -17,15 +17,21 @@ from tests.simulation.invariants import InvariantBroken, Invariants
 
 
 class WatchedStore(MemoryQueue):
-    """See the module header. flushed_s: when it last lost everything."""
+    """See the module header.
 
-    __slots__ = ("_invariants", "_time_s", "flushed_s", "heard")
+    flushed_s         when it last lost everything
+    heard             each process's last report and when it arrived, by the id of its sessions
+    granted_until_s   when each grant that was ever made expires, by (work, attempt)
+    """
+
+    __slots__ = ("_invariants", "_time_s", "flushed_s", "granted_until_s", "heard")
 
     def __init__(self, time_s: Callable[[], float], offset_s: float, invariants: Invariants) -> None:
         self._time_s = time_s
         self._invariants = invariants
         self.flushed_s = float("-inf")
         self.heard: dict[str, tuple[float, SessionReport]] = {}
+        self.granted_until_s: dict[tuple[str, int], float] = {}
         super().__init__(lambda: int((offset_s + time_s()) * 1000))
 
     def flush(self) -> None:
@@ -62,6 +68,7 @@ class WatchedStore(MemoryQueue):
         for grant, answer in zip(grants, answers, strict=True):
             if answer is not None:
                 self._invariants.decided_under(grant.epoch, f"{grant.work_id} is claimed", self._time_s())
+                self.granted_until_s[grant.work_id, grant.attempt] = grant.expires_s
         return answers
 
     async def give_credit(self, credits: Mapping[Session, Mapping[Place, Credit]], *, epoch: int, now_ms: int) -> bool:
@@ -94,6 +101,16 @@ class WatchedStore(MemoryQueue):
         """When the session runs out, on the store's clock in seconds; -inf when there is none."""
         present = self._sessions.get(session_part(session))
         return float("-inf") if present is None else present.expires_ms / 1000
+
+    def left_granted(self, session: Session, before_s: float) -> Iterator[tuple[str, int]]:
+        """Attempts that were granted to the session before then and are still there."""
+        for work_id in self._owned.get(session_part(session), ()):
+            held = self._works[work_id]
+            if held.grant is not None and held.seq < before_s * 1000 * 1024:
+                yield work_id, held.grant.attempt
+
+    def holds(self, work_id: str) -> bool:
+        return work_id in self._works
 
     def latest_end_s(self, session_id: str) -> float:
         """When the last session of that id runs out; -inf when there is none."""
