@@ -146,7 +146,7 @@ class Dispatcher:
 
     def accept(self, work: Work, grant: Grant) -> None:
         """An owner in this process takes a grant up, whoever gave it: count it here if it is not counted yet."""
-        self._uncertain.pop((grant.work_id, grant.attempt), None)
+        self._found(grant)
         if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:
             self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
             self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
@@ -190,7 +190,7 @@ class Dispatcher:
         self._pace.ended(grant.work_id, grant.attempt)
         if self._ledger[grant.engine].remove(grant.work_id, grant.attempt):
             now_s = self._clock.pool_s()
-            self._uncertain.pop((grant.work_id, grant.attempt), None)
+            self._known(grant)
             self._sizing.on_event(Finished(work, grant.engine, outcome, grant.attempt), now_s)
             self.tenants.on_event(work, outcome)
             self.wake_if_waiting()
@@ -436,10 +436,24 @@ class Dispatcher:
         if entry is not None:
             self.finished(entry.work, grant, None)
 
+    def _known(self, grant: Grant) -> None:
+        """The fate of a claim is certain now."""
+        key = (grant.work_id, grant.attempt)
+        uncertain = self._uncertain.get(key)
+        if uncertain is not None and uncertain.engine == grant.engine:
+            del self._uncertain[key]
+
+    def _found(self, grant: Grant) -> None:
+        """The store has granted a work so: as we claimed it, or elsewhere, and then our claim was not made."""
+        self._known(grant)
+        elsewhere = self._uncertain.get((grant.work_id, grant.attempt))
+        if elsewhere is not None:
+            self._take_back(elsewhere)
+
     def holds(self, grant: Grant) -> bool:
         """An owner found a grant in the store: True when its place is counted here, whether or not we heard so."""
         key = (grant.work_id, grant.attempt)
-        self._uncertain.pop(key, None)
+        self._found(grant)
         return key in self._ledger[grant.engine].entries
 
     def __repr__(self) -> str:
