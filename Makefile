@@ -1,7 +1,8 @@
 # Everything a developer does, each target from nothing: the virtual environment is made on first use.
 #
 #   make demo ARGS='--for 20'     the gateway before two simulated engines, with real traffic
-#   make test ARGS='-k queue'     all tests (xdist on two workers)
+#   make test ARGS='-k queue'     the tests (xdist on two workers)
+#   make test-many                those that start many processes, and real client libraries
 #   make lint                     ruff, ruff format, mypy --strict
 #   make simulate SEEDS=100       seeded fault runs on the virtual loop, one gateway and many; SEED=123 KIND=many
 #                                 repeats one, PLAN=1 shows its faults
@@ -19,14 +20,17 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 
-.PHONY: demo test lint simulate bench clean
+.PHONY: demo test test-many lint simulate bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.run $(WEIGHTS)
 	@$(BIN)/headrace demo $(ARGS)
 
-test: .venv/.dev .venv/.weights .venv/.clients
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+test: .venv/.dev .venv/.weights
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many' $(ARGS)
+
+test-many: .venv/.dev .venv/.clients
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m many $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check

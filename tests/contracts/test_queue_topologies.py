@@ -97,7 +97,7 @@ def freeze(node: Node) -> None:
     os.kill(node.process.pid, signal.SIGSTOP)
 
 
-@pytest.mark.slow
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("make", "lose"),
     [
@@ -160,7 +160,7 @@ async def until(so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.many
 async def test_a_slot_that_moves_to_another_node_is_told_meanwhile_and_followed_without_an_error(
     nodes: Topology,
 ) -> None:
@@ -191,7 +191,7 @@ async def test_a_slot_that_moves_to_another_node_is_told_meanwhile_and_followed_
         await queue._client.delete(*names)
 
 
-@pytest.mark.slow
+@pytest.mark.many
 async def test_nodes_that_are_silent_or_gone_are_passed_over(nodes: Topology) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
@@ -205,7 +205,7 @@ async def test_nodes_that_are_silent_or_gone_are_passed_over(nodes: Topology) ->
     assert led.leader == "gateway-1"
 
 
-@pytest.mark.slow
+@pytest.mark.many
 async def test_a_primary_that_no_node_knows_is_told_with_what_was_asked() -> None:
     with sentinels() as servers:
         async with queue_at(f"{servers.url}-other") as queue:

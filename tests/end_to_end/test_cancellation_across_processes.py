@@ -20,7 +20,7 @@ from tests.redis_servers import serving
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
+    pytest.mark.many,
     pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"]),
 ]
 

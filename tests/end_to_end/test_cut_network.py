@@ -21,7 +21,7 @@ from tests.end_to_end.traffic import Told
 from tests.end_to_end.two_gateways import Pool, two_gateways
 from tests.redis_servers import serving
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.many]
 
 CUT_S = 7.0
 """Longer than a session is valid."""

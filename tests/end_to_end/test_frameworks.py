@@ -24,7 +24,7 @@ from tests.end_to_end.conftest import SHORT_TIMEOUTS
 from tests.end_to_end.engine_process import simulated
 from tests.end_to_end.gateway_process import GatewayProcess
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.many]
 
 MODEL = "sim-8b"
 SCRIPTS = Path(__file__).parent / "clients"

@@ -14,7 +14,7 @@ from tests.end_to_end.scene import loaded
 from tests.end_to_end.two_gateways import Pool, frozen, two_gateways
 from tests.redis_servers import serving
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.many]
 
 FROZEN_S = 10.0
 TAKEOVER_S = 3.0

@@ -15,7 +15,7 @@ from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.two_engines import Engines, at_least, loaded, two_engines
 from tests.redis_topologies import sentinels
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.many]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

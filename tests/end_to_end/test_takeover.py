@@ -18,7 +18,7 @@ from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.two_engines import at_least, holds, loaded, total
 from tests.redis_servers import serving
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.many
 
 START, LEARNED = 4, 7
 POLICY = f"""\

@@ -17,7 +17,7 @@ from tests.end_to_end.scene import loaded
 from tests.end_to_end.two_gateways import Pool, gone, holders, two_gateways
 from tests.redis_servers import serving
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.many]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -24,7 +24,7 @@ from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.scripted_engine import DONE, MODEL, SSE, Asked, ScriptedEngine, Wire, delta, event, hello
 from tests.gateway.ingress.raw_client import Answer, RawClient, chat, request
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.many, pytest.mark.asyncio(loop_scope="module")]
 
 WORKERS = 4
 PLACES = 8
