@@ -270,7 +270,9 @@ class Queue:
         return int(await self.client.zcard(f"{prefix('default')}waiting"))
 
     async def keys(self) -> set[str]:
-        return {str(key) for key in await self.client.keys()}
+        """Keys that works leave. Credit and the snapshot come and go with the leader, whatever works do."""
+        found = {str(key) for key in await self.client.keys()}
+        return {key for key in found if not key.rstrip("'").endswith((":credits", ":snapshot"))}
 
 
 class Crowd:
