@@ -136,6 +136,9 @@ class Member:
     def _expired(self, expired: Expired) -> None:
         if expired.owner_gone:
             self._log.warning("works of a dead process settled", works=len(expired.owner_gone))
+        if expired.ended:
+            self.steward.ended(expired.ended)
+            self.dispatcher.wake()
 
     def _learned(self) -> Mapping[str, object]:
         return {"sizing": self._sizing.snapshot(), "tenants": self.dispatcher.tenants.snapshot()}

@@ -15,7 +15,7 @@ leader first takes over what its predecessors granted and allowed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gateway.clock import Clock
@@ -149,6 +149,16 @@ class Steward:
             else:
                 self._count(session, lost, now_s)
         return taken
+
+    def ended(self, names: Iterable[str]) -> None:
+        """Sessions that are known to be over, not just silent: what they held is free at once."""
+        over = set(names)
+        for session in [one for one in {**self._others, **self._lost} if one.id in over]:
+            if session != self._presence.session:
+                self._others.pop(session, None)
+                self._lost.pop(session, None)
+                self._ledger.taken_over(session, math.inf)
+                self._uncount(session)
 
     def spent(self, started: Mapping[Place, InFlight]) -> None:
         """This process started a work on its own credit: the sums hold one unspent work less. started: its totals."""

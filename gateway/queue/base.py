@@ -219,6 +219,7 @@ class Expired:
     A work put back has no owner: it is claimed for the `runner` of claim_many, or adopted by whoever enqueues it again.
     sessions   that did not renew; end_session answers with its own, and expire_sessions is not told of that one: a
                session that was ended holds nothing any more, while one that was swept may be alive and cut off
+    ended      told by expire_sessions: those that were ended, by themselves or by who knows that they are gone
     seq        of the last entry told; the next call's `after_seq`
     """
 
@@ -226,6 +227,7 @@ class Expired:
     owner_gone: tuple[str, ...] = ()
     sessions: tuple[str, ...] = ()
     seq: int = 0
+    ended: tuple[str, ...] = ()
 
 
 class Queue(Protocol):

@@ -459,7 +459,8 @@ def _told(entries: Iterable[tuple[tuple[str, str, str], int]], session_kinds: st
     for (kind, owner, work_id), _ in ordered:
         kinds[kind].append(work_id or unquote(session_of(owner)[0]))
     sessions = [name for kind in session_kinds for name in kinds[kind]]
-    return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(sessions), ordered[-1][1] if ordered else 0)
+    ended = () if "e" in session_kinds else tuple(kinds["e"])
+    return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(sessions), ordered[-1][1] if ordered else 0, ended)
 
 
 def _claimed(held: _Held) -> Claimed:

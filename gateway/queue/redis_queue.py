@@ -259,7 +259,7 @@ class RedisQueue:
             kind, owner, _epoch, work_id = entry.split("/", 3)
             kinds.setdefault(kind, []).append(work_id or unquote(owner))
         sessions = kinds["s"] + kinds["e"] if ended else kinds["s"]
-        return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(sessions), seq)
+        return Expired(tuple(kinds["r"]), tuple(kinds["g"]), tuple(sessions), seq, () if ended else tuple(kinds["e"]))
 
     async def lead(self, candidate: str, *, now_ms: int, valid_for_ms: int) -> Leadership:
         leader, epoch, expires_ms, fresh = await self._run("lead", candidate, now_ms, valid_for_ms, LEADER_KEEP_MS)
