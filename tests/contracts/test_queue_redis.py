@@ -269,7 +269,7 @@ async def test_a_silent_node_is_left_by_every_connection_at_once(tmp_path: Path)
     with serving("valkey-9") as old, serving("valkey-9") as new:
         try:
             name.symlink_to(old.url.removeprefix("unix://"))
-            async with queue_at(f"unix://{name}", timeout_s=0.2) as queue:
+            async with queue_at(f"unix://{name}", timeout_s=1.0) as queue:
                 await asyncio.gather(*(register(queue) for _ in range(8)))
                 old.freeze()
                 name.unlink()
