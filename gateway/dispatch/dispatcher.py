@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from gateway.clock import Clock
@@ -196,6 +196,11 @@ class Dispatcher:
             self.wake_if_waiting()
             if not self._presence.sole:
                 self._presence.hurry()
+
+    def ended(self, sessions: Iterable[str]) -> None:
+        """Processes of the pool are over, by the ids of their sessions."""
+        self._hand_over(self._steward.ended(sessions))
+        self.wake()
 
     def wake(self) -> None:
         """Look at the queue as soon as the loop turns."""

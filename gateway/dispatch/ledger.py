@@ -219,6 +219,15 @@ class Ledger:
                     taken.append((name, entry))
         return taken
 
+    def claimed_before(self, pool_s: float) -> list[tuple[EngineLedger, tuple[str, int], Entry]]:
+        """Entries of other sessions that were granted before then and are in no report yet."""
+        return [
+            (ledger, key, entry)
+            for ledger in self._engines.values()
+            for key, entry in ledger.entries.items()
+            if entry.claimed is not None and entry.granted_s < pool_s
+        ]
+
     def claimed(self) -> dict[Session, None]:
         """Sessions that have entries of their own here."""
         entries = (entry for ledger in self._engines.values() for entry in ledger.entries.values())

@@ -137,8 +137,7 @@ class Member:
         if expired.owner_gone:
             self._log.warning("works of a dead process settled", works=len(expired.owner_gone))
         if expired.ended:
-            self.steward.ended(expired.ended)
-            self.dispatcher.wake()
+            self.dispatcher.ended(expired.ended)
 
     def _learned(self) -> Mapping[str, object]:
         return {"sizing": self._sizing.snapshot(), "tenants": self.dispatcher.tenants.snapshot()}

@@ -24,12 +24,14 @@ from gateway.control.presence import SESSION_VALID_S, Presence
 from gateway.control.roster import Roster
 from gateway.dispatch.credit import NOTHING, RESERVED_S, share_left
 from gateway.dispatch.ledger import Entry, Ledger
-from gateway.queue.base import Credit, InFlight, Place, Queue, Session, SessionReport
+from gateway.queue.base import Credit, InFlight, Place, Queue, QueueUnavailable, Session, SessionReport
 from policies.credit import Allowance, allot, creditable
 from policies.sizing import SizingPolicy
 from policies.vocabulary import EngineView, Work
 
 CREDIT_VALID_S = 2.0
+UNREPORTED_S = 1.0
+"""An owner reads its grants within a quarter of a second and reports at once; past this the store is asked."""
 TYPICAL_PROMPT_TOKENS = 512
 _RATE_WEIGHT = 0.3
 
@@ -148,17 +150,42 @@ class Steward:
                 self._uncount(session)
             else:
                 self._count(session, lost, now_s)
-        return taken
+        return taken + await self._drop_settled(now_s)
 
-    def ended(self, names: Iterable[str]) -> None:
-        """Sessions that are known to be over, not just silent: what they held is free at once."""
+    def ended(self, names: Iterable[str]) -> list[Entry]:
+        """Sessions that are known to be over, not just silent: what they held is free at once. Returns their entries."""
         over = set(names)
+        held: list[Entry] = []
         for session in [one for one in {**self._others, **self._lost} if one.id in over]:
             if session != self._presence.session:
                 self._others.pop(session, None)
                 self._lost.pop(session, None)
-                self._ledger.taken_over(session, math.inf)
+                held += [entry for _, entry in self._ledger.taken_over(session, math.inf)]
                 self._uncount(session)
+        return held
+
+    async def _drop_settled(self, now_s: float) -> list[Entry]:
+        """A work that was settled before its owner read the grant is in no report: the store does not have it any more."""
+        unreported = [
+            (ledger, key, entry)
+            for ledger, key, entry in self._ledger.claimed_before(now_s - UNREPORTED_S)
+            if entry.claimed is not None and self._reported_since(entry.claimed.owner, entry.granted_s + UNREPORTED_S)
+        ]
+        if not unreported:
+            return []
+        try:
+            standing = await self._queue.standing(now_ms=self._presence.now_ms())
+        except QueueUnavailable:
+            return []
+        there = {(one.work.id, one.grant.attempt) for one in standing.outstanding}
+        gone = [(ledger, key, entry) for ledger, key, entry in unreported if key not in there]
+        for ledger, (work_id, attempt), _ in gone:
+            ledger.remove(work_id, attempt)
+        return [entry for _, _, entry in gone]
+
+    def _reported_since(self, session: Session, pool_s: float) -> bool:
+        other = self._others.get(session)
+        return other is not None and other.report.renewed_ms / 1000 > pool_s
 
     def spent(self, started: Mapping[Place, InFlight]) -> None:
         """This process started a work on its own credit: the sums hold one unspent work less. started: its totals."""
