@@ -44,6 +44,7 @@ from gateway.errors import StartError
 from gateway.ingress.auth import KeyRing
 from gateway.ingress.keys_file import KeysFile
 from gateway.ingress.server import Ingress
+from gateway.instruments import BODIES_HELD, CONNECTIONS, GPU_ENERGY, LEADER, LOOP_LAG, REDIS_LATENCY, REDIS_UP
 from gateway.logs import Log
 from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
@@ -51,16 +52,7 @@ from gateway.queue.redis_queue import RedisQueue, connect
 from gateway.queue.store_url import shown
 from gateway.recorder import Recorder, installation_key
 from gateway.settings import Settings
-from gateway.telemetry import (
-    BODIES_HELD,
-    CONNECTIONS,
-    GPU_ENERGY,
-    LEADER,
-    LOOP_LAG,
-    REDIS_LATENCY,
-    REDIS_UP,
-    Telemetry,
-)
+from gateway.telemetry import Telemetry
 from policies.document import effective
 from policies.limits import FollowingSizing
 from policies.schema import Policy

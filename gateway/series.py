@@ -1,4 +1,4 @@
-"""Cheap counters, gauges and histograms, and their exposition: the machine below the table in `gateway.telemetry`.
+"""Cheap counters, gauges and histograms, and their exposition: the machine below the table in `gateway.instruments`.
 
 The client library's `labels().observe()` costs ten times what a list store does, and would be paid on the path of
 every request. So a kept child here is a list, an increment is one store, and the library only does what it is good

@@ -1,262 +1,83 @@
-"""Every number that the gateway tells about itself: one table of instruments, and the typed calls that fill it.
+"""Every number that the gateway tells about itself, filled by typed calls.
 
-`INSTRUMENTS` is the single source: the exposition is made from it, and so are the metrics page of the docs and the
-dashboards. The calls take the value types of `policies.vocabulary`, so that what is counted is what was decided.
+The rows are in `gateway.instruments`; the machine that keeps and renders them is `gateway.series`. The calls here take
+the value types of `policies.vocabulary`, so that what is counted is what was decided.
 
 Invariants:
 
 * What a client can type is never a label as it stands: a model counts under its own name only when an engine serves
   it (`models_known`), else under `other`. Classes and tenants come from configuration, reasons from code.
-* Unknown is absent: a reading that is not fresh has no series. `headrace_engine_sample_age_seconds` says why.
+* Unknown is absent: a reading that is not fresh has no series. `headrace_engine_signal_quality` says why.
 * Gauges that are cheaper to read than to keep are set by callbacks which `refresh` runs, on the loop, before a page
   is rendered; `render` itself may run in a thread.
 
-It times nothing, starts no task and holds no lock. The machine below it is `gateway.series`.
+It times nothing, starts no task and holds no lock.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from backends.gpu.base import GpuField, GpuSample
 from backends.gpu.throttle import decode
-from gateway.series import OTHER, Counter, Gauge, Histogram, Instrument, Kind, Merge, Registry, Spread, Tally
-from policies.sizing import Window
-from policies.vocabulary import Decision, EngineState, EngineView, Outcome, Reading, Result
-
-LATENCY_BUCKETS_S = (
-    0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5,
-    10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 1800.0,
-)  # fmt: skip
-"""Web-style buckets end at 10 s and make every LLM p99 read 10 s; these follow TTFT objectives up to whole answers."""
-
-STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
-"""For things that should take milliseconds: token gaps, Redis round trips, lag of the loop."""
-
-
-def _counter(name: str, unit: str, text: str, *labels: str) -> Instrument:
-    return Instrument(name, Kind.COUNTER, text, labels, unit)
-
-
-def _gauge(name: str, unit: str, text: str, *labels: str, merge: Merge = Merge.DECIDER) -> Instrument:
-    return Instrument(name, Kind.GAUGE, text, labels, unit, merge=merge)
-
-
-def _histogram(name: str, buckets: tuple[float, ...], text: str, *labels: str) -> Instrument:
-    return Instrument(name, Kind.HISTOGRAM, text, labels, "seconds", buckets)
-
-
-_CARD = ("engine", "gpu", "partition")
-"""Labels of one card: its UUID (or index), and for a MIG slice its profile."""
-
-REQUESTS = _counter(
-    "headrace_requests_total", "", "Works settled, each exactly once.", "class", "model", "tenant", "result", "status"
-)
-SLA = _counter(
-    "headrace_ttft_sla_total",
-    "",
-    "Works of classes with a TTFT objective by whether they met it; a shed or failed work missed it.",
-    "class",
-    "model",
-    "outcome",
-)
-PROMPT_TOKENS = _counter(
-    "headrace_prompt_tokens_total", "tokens", "Prompt tokens of settled works.", "class", "model", "tenant"
-)
-OUTPUT_TOKENS = _counter(
-    "headrace_output_tokens_total", "tokens", "Tokens relayed to clients.", "class", "model", "tenant"
-)
-SHEDS = _counter("headrace_sheds_total", "", "Works refused at admission or while waiting.", "class", "reason")
-ATTEMPTS = _counter("headrace_attempts_total", "", "Tries sent to an engine.", "engine", "class")
-RETRIES = _counter(
-    "headrace_retries_total", "", "Works tried again after an attempt failed, by the failure.", "engine", "reason"
-)
-DECISIONS = _counter(
-    "headrace_decisions_total",
-    "",
-    "Decisions of the dispatcher by action and by the guard that bound them.",
-    "action",
-    "class",
-    "engine",
-    "guard",
-)
-QUEUE_WAIT = _histogram(
-    "headrace_queue_wait_seconds", LATENCY_BUCKETS_S, "Accepted to granted, of works that were granted.", "class"
-)
-TTFT = _histogram(
-    "headrace_ttft_seconds",
-    LATENCY_BUCKETS_S,
-    "Accepted to first content byte written to the client.",
-    "class",
-    "model",
-)
-ENGINE_TTFT = _histogram(
-    "headrace_engine_ttft_seconds",
-    LATENCY_BUCKETS_S,
-    "Sent to first content byte from the engine, last attempt.",
-    "engine",
-    "class",
-)
-TPOT = _histogram(
-    "headrace_tpot_seconds", STEP_BUCKETS_S, "Mean gap between the tokens of one completed answer.", "class", "model"
-)
-DURATION = _histogram("headrace_request_duration_seconds", LATENCY_BUCKETS_S, "Accepted to settled.", "class", "model")
-QUEUED = _gauge("headrace_queued", "", "Works waiting in the queue.", "class")
-OLDEST = _gauge("headrace_queue_oldest_seconds", "seconds", "Age of the oldest waiting work.", "class")
-IN_FLIGHT = _gauge("headrace_in_flight", "", "Works sent to an engine and not ended.", "engine", "class")
-WINDOW = _gauge("headrace_window", "", "Works that may be in flight now; absent without such a cap.", "engine", "class")
-WINDOW_TOKENS = _gauge(
-    "headrace_window_tokens",
-    "tokens",
-    "KV tokens that may be in flight now; absent without such a cap.",
-    "engine",
-    "class",
-)
-LEDGER_KV_TOKENS = _gauge(
-    "headrace_ledger_kv_tokens", "tokens", "Prompt and generated tokens of our works in flight.", "engine"
-)
-LEDGER_PREFILL_TOKENS = _gauge(
-    "headrace_ledger_prefill_tokens", "tokens", "Prompt tokens of our works without a first token.", "engine"
-)
-ENGINE_STATE = _gauge("headrace_engine_state", "", "1 for the state that the engine is in.", "engine", "state")
-ENGINE_KV = _gauge(
-    "headrace_engine_kv_used_ratio", "ratio", "KV cache in use, 0 to 1, as the engine says; absent: unknown.", "engine"
-)
-ENGINE_KV_CAPACITY = _gauge(
-    "headrace_engine_kv_capacity_tokens", "tokens", "Size of the KV cache; absent: unknown.", "engine"
-)
-ENGINE_RUNNING = _gauge(
-    "headrace_engine_running", "", "Sequences decoding, as the engine says; absent: unknown.", "engine"
-)
-ENGINE_WAITING = _gauge("headrace_engine_waiting", "", "Requests in the engine's own queue; absent: unknown.", "engine")
-ENGINE_SAMPLE_AGE = _gauge(
-    "headrace_engine_sample_age_seconds", "seconds", "Age of the newest sample; absent: none yet.", "engine"
-)
-GPU_UP = _gauge(
-    "headrace_gpu_telemetry_up",
-    "",
-    "1 while some GPU of the engine tells something; absent without a source.",
-    "engine",
-)
-GPU_MEMORY_TOTAL = _gauge("headrace_gpu_memory_total_bytes", "bytes", "Memory of a GPU or MIG slice.", *_CARD)
-GPU_MEMORY_USED = _gauge("headrace_gpu_memory_used_bytes", "bytes", "Memory in use; absent: unknown.", *_CARD)
-GPU_MEMORY_FREE = _gauge("headrace_gpu_memory_free_bytes", "bytes", "Memory free; absent: unknown.", *_CARD)
-GPU_MEMORY_RESERVED = _gauge(
-    "headrace_gpu_memory_reserved_bytes", "bytes", "Memory the driver keeps, where it is told apart.", *_CARD
-)
-GPU_BUSY = _gauge(
-    "headrace_gpu_utilisation_ratio", "ratio", "Time in which some kernel ran; near 1 on any busy engine.", *_CARD
-)
-GPU_TEMPERATURE = _gauge("headrace_gpu_temperature_celsius", "celsius", "Temperature of the die.", *_CARD)
-GPU_SLOWDOWN = _gauge(
-    "headrace_gpu_temperature_limit_celsius", "celsius", "Temperature at which the GPU slows down.", *_CARD
-)
-GPU_MARGIN = _gauge(
-    "headrace_gpu_temperature_margin_celsius", "celsius", "Degrees left until the GPU slows down.", *_CARD
-)
-GPU_POWER = _gauge("headrace_gpu_power_watts", "watts", "Power drawn; absent: unknown.", *_CARD)
-GPU_POWER_LIMIT = _gauge("headrace_gpu_power_limit_watts", "watts", "Power limit in force.", *_CARD)
-GPU_CLOCK_REASON = _gauge(
-    "headrace_gpu_clock_reason", "", "1 for each reason for which clocks are held down now.", *_CARD, "reason"
-)
-GPU_FINDING = _gauge("headrace_gpu_finding", "", "1 for what is wrong with the engine's GPUs.", "engine", "finding")
-GPU_ENERGY = _counter(
-    "headrace_gpu_energy_joules_total",
-    "joules",
-    "Energy of the engine's GPUs while it had work (busy) and while it had none (idle).",
-    "engine",
-    "activity",
-)
-GPU_IDLE_POWER = _gauge(
-    "headrace_gpu_idle_power_watts", "watts", "Mean power of the engine's GPUs while it had no work.", "engine"
-)
-CONNECTIONS = _gauge("headrace_client_connections", "", "Open client connections.", merge=Merge.SUM)
-BODIES_HELD = _gauge("headrace_bodies_held_bytes", "bytes", "Request bodies held in memory.", merge=Merge.SUM)
-REDIS_UP = _gauge("headrace_redis_up", "", "1 while Redis answers and takes writes.", merge=Merge.MIN)
-REDIS_LATENCY = _histogram(
-    "headrace_redis_round_trip_seconds", STEP_BUCKETS_S, "One call of the queue to Redis.", "operation"
-)
-REDIS_ERRORS = _counter("headrace_redis_errors_total", "", "Queue calls that Redis did not serve.", "operation")
-LOOP_LAG = _histogram("headrace_loop_lag_seconds", STEP_BUCKETS_S, "How late the event loop ran a timer.")
-LEADER = _gauge("headrace_leader", "", "1 while this process decides for the pool.", "pool", merge=Merge.MAX)
-POLICY_GENERATION = _gauge("headrace_policy_generation", "", "Policies put in force since the start, first is 1.")
-OBJECTIVE = _gauge(
-    "headrace_ttft_objective_seconds", "seconds", "The TTFT objective of a class; absent for one without.", "class"
-)
-POLICY_RELOAD_FAILED = _gauge(
-    "headrace_policy_reload_failed", "", "1 while the newest policy file is refused.", merge=Merge.MAX
-)
-POLICY_INFO = _gauge("headrace_policy_info", "", "1 for the content hash of the policy in force.", "version")
-BUILD_INFO = _gauge("headrace_build_info", "", "1 for the running version.", "version", merge=Merge.MAX)
-WORKER_UP = _gauge("headrace_worker_up", "", "1 for a worker that answers; 0 while it does not.", "worker")
-WORKER_RESTARTS = _counter(
-    "headrace_worker_restarts_total",
-    "",
-    "Processes replaced: it died, left (a signal to it), or reload; process is a worker's number or decider.",
-    "process",
-    "reason",
-)
-
-INSTRUMENTS: tuple[Instrument, ...] = (
-    REQUESTS,
-    SLA,
-    PROMPT_TOKENS,
-    OUTPUT_TOKENS,
-    SHEDS,
+from gateway.instruments import (
     ATTEMPTS,
-    RETRIES,
+    BUILD_INFO,
     DECISIONS,
-    QUEUE_WAIT,
-    TTFT,
-    ENGINE_TTFT,
-    TPOT,
     DURATION,
-    QUEUED,
-    OLDEST,
-    IN_FLIGHT,
-    WINDOW,
-    WINDOW_TOKENS,
-    LEDGER_KV_TOKENS,
-    LEDGER_PREFILL_TOKENS,
-    ENGINE_STATE,
     ENGINE_KV,
     ENGINE_KV_CAPACITY,
     ENGINE_RUNNING,
-    ENGINE_WAITING,
     ENGINE_SAMPLE_AGE,
-    GPU_UP,
-    GPU_MEMORY_TOTAL,
-    GPU_MEMORY_USED,
-    GPU_MEMORY_FREE,
-    GPU_MEMORY_RESERVED,
+    ENGINE_STATE,
+    ENGINE_TTFT,
+    ENGINE_WAITING,
     GPU_BUSY,
-    GPU_TEMPERATURE,
-    GPU_SLOWDOWN,
-    GPU_MARGIN,
-    GPU_POWER,
-    GPU_POWER_LIMIT,
     GPU_CLOCK_REASON,
     GPU_FINDING,
-    GPU_ENERGY,
     GPU_IDLE_POWER,
-    CONNECTIONS,
-    BODIES_HELD,
-    REDIS_UP,
-    REDIS_LATENCY,
-    REDIS_ERRORS,
-    LOOP_LAG,
-    LEADER,
-    POLICY_GENERATION,
+    GPU_MARGIN,
+    GPU_MEMORY_FREE,
+    GPU_MEMORY_RESERVED,
+    GPU_MEMORY_TOTAL,
+    GPU_MEMORY_USED,
+    GPU_POWER,
+    GPU_POWER_LIMIT,
+    GPU_SLOWDOWN,
+    GPU_TEMPERATURE,
+    GPU_UP,
+    IN_FLIGHT,
+    INSTRUMENTS,
+    LATENCY_BUCKETS_S,
+    LEDGER_KV_TOKENS,
+    LEDGER_PREFILL_TOKENS,
     OBJECTIVE,
-    POLICY_RELOAD_FAILED,
+    OLDEST,
+    OUTPUT_TOKENS,
+    POLICY_GENERATION,
     POLICY_INFO,
-    BUILD_INFO,
-    WORKER_UP,
-    WORKER_RESTARTS,
+    POLICY_RELOAD_FAILED,
+    PROMPT_TOKENS,
+    QUEUE_WAIT,
+    QUEUED,
+    REQUESTS,
+    RETRIES,
+    SHEDS,
+    SIGNAL_AGE,
+    SIGNAL_QUALITY,
+    SLA,
+    TPOT,
+    TTFT,
+    VRAM_HEADROOM,
+    WINDOW,
+    WINDOW_TOKENS,
 )
-"""The table, in the order of the page."""
+from gateway.series import OTHER, Counter, Gauge, Histogram, Instrument, Kind, Registry, Spread, Tally
+from policies.sizing import Window
+from policies.vocabulary import UNKNOWN, Decision, EngineState, EngineView, Outcome, Quality, Reading, Result
 
 
 class Telemetry:
@@ -329,6 +150,12 @@ class Telemetry:
         self.set(ENGINE_RUNNING, _known(view.running), name)
         self.set(ENGINE_WAITING, _known(view.waiting), name)
         self.set(ENGINE_SAMPLE_AGE, sample_age_s, name)
+        self.set(VRAM_HEADROOM, _known(view.gpu_memory_free_fraction), name)
+        for signal in _SIGNALS:
+            reading: Reading = getattr(view, signal)
+            self.set(SIGNAL_AGE, reading.age_s if math.isfinite(reading.age_s) else None, name, signal)
+            for quality in Quality:
+                self.set(SIGNAL_QUALITY, 1 if quality is reading.quality else None, name, signal, quality)
         self.set(LEDGER_KV_TOKENS, view.kv_tokens, name)
         self.set(LEDGER_PREFILL_TOKENS, view.prefill_tokens, name)
         for per_class in (IN_FLIGHT, WINDOW, WINDOW_TOKENS):
@@ -483,6 +310,10 @@ _GPU_FIELDS: Final[Mapping[GpuField, Instrument]] = {
     GpuField.POWER_W: GPU_POWER,
     GpuField.POWER_LIMIT_W: GPU_POWER_LIMIT,
 }
+
+
+_SIGNALS: Final = tuple(one.name for one in fields(EngineView) if one.default is UNKNOWN)
+"""What the polled half of an engine's view consists of."""
 
 
 def _known(reading: Reading) -> float | None:

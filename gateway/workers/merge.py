@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from operator import add, sub
 from typing import Any
 
+from gateway.instruments import INSTRUMENTS
 from gateway.series import Labels, Merge
-from gateway.telemetry import INSTRUMENTS, Telemetry
+from gateway.telemetry import Telemetry
 
 Told = dict[str, list[list[Any]]]
 """By name of the row: [labels, amount] of a counter or gauge, [labels, counts, total] of a histogram; JSON-ready."""

@@ -37,13 +37,14 @@ from gateway.admin.listener import cannot_listen, listen_admin, url_of
 from gateway.app import Role, open_queue
 from gateway.control.presence import BEAT_S, LEADER_VALID_S
 from gateway.ingress.server import BACKLOG
+from gateway.instruments import BUILD_INFO, LEADER, WORKER_RESTARTS, WORKER_UP
 from gateway.logs import Log
 from gateway.queue.base import Queue, QueueUnavailable, Session
 from gateway.queue.embedded import EmbeddedValkey
 from gateway.settings import Settings
 from gateway.settings_file import SettingsError, describe
 from gateway.stop_signals import finished_before, stop_signals
-from gateway.telemetry import BUILD_INFO, LEADER, WORKER_RESTARTS, WORKER_UP, Telemetry
+from gateway.telemetry import Telemetry
 from gateway.workers.accepting import listening_sockets, new_board
 from gateway.workers.channel import Report, Start
 from gateway.workers.child import Child

@@ -12,7 +12,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import telemetry as table
+from gateway import instruments as table
 from gateway.admin.api import admin_app
 from gateway.admin.page import MetricsPage
 from gateway.series import Kind

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from backends.gpu.throttle import BY_HARDWARE, HARMLESS
 from gateway.commands import gpu_exporter
-from gateway.telemetry import INSTRUMENTS
+from gateway.instruments import INSTRUMENTS
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy" / "systemd" / "headrace-gpu-exporter.service"

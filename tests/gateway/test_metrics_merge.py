@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import telemetry as table
+from gateway import instruments as table
+from gateway.instruments import INSTRUMENTS
 from gateway.series import Instrument, Kind, Labels, Merge
-from gateway.telemetry import INSTRUMENTS, Telemetry
+from gateway.telemetry import Telemetry
 from gateway.workers.merge import Measured, Teller, Told, add_counts, gauge_values, merge_gauges
 
 COUNTED = [row for row in INSTRUMENTS if row.kind is not Kind.GAUGE]

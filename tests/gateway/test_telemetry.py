@@ -10,9 +10,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import telemetry as table
+from gateway import instruments as table
+from gateway.instruments import INSTRUMENTS
 from gateway.series import OTHER, SERIES_MAX, Instrument, Kind
-from gateway.telemetry import INSTRUMENTS, Telemetry
+from gateway.telemetry import Telemetry
 from policies.sizing import Window
 from policies.vocabulary import Action, Decision, EngineState, EngineView, Guard, Outcome, Quality, Reading, Result
 
@@ -262,3 +263,23 @@ def test_the_table_holds_every_instrument_of_the_module_once() -> None:
 
     assert declared == list(INSTRUMENTS)
     assert len({row.name for row in INSTRUMENTS}) == len(INSTRUMENTS)
+
+
+def test_every_signal_tells_its_age_and_how_far_it_can_be_trusted(telemetry: Telemetry) -> None:
+    telemetry.engine(view(), {}, sample_age_s=0.1)
+    telemetry.engine(view(kv_used_fraction=Reading(0.25, 9.0, Quality.FROZEN)), {}, sample_age_s=0.1)
+
+    of = {"engine": "e1", "signal": "kv_used_fraction"}
+    assert value(telemetry, "headrace_engine_signal_age_seconds", **of) == 9.0
+    assert value(telemetry, "headrace_engine_signal_quality", **of, quality="frozen") == 1
+    assert value(telemetry, "headrace_engine_signal_quality", **of, quality="fresh") is None
+    assert value(telemetry, "headrace_engine_signal_age_seconds", engine="e1", signal="seats") is None
+    assert value(telemetry, "headrace_engine_signal_quality", engine="e1", signal="seats", quality="missing") == 1
+
+
+def test_the_headroom_of_the_tightest_gpu_is_told_only_while_it_is_known(telemetry: Telemetry) -> None:
+    telemetry.engine(view(gpu_memory_free_fraction=Reading(0.08, 0.1, Quality.FRESH)), {}, sample_age_s=0.1)
+    assert value(telemetry, "headrace_engine_vram_headroom_ratio", engine="e1") == 0.08
+
+    telemetry.engine(view(), {}, sample_age_s=0.1)
+    assert value(telemetry, "headrace_engine_vram_headroom_ratio", engine="e1") is None
