@@ -4,8 +4,9 @@ Works are offered in the order of `policies.ordering`, each to the engines that 
 the sizing policy says whether there is room. Every placement is counted in the round's own copy of the engine's view
 before the next work is looked at, so that one round can never overfill a window. A work that fits nowhere blocks
 nobody of another class, model or tenant behind it, and no smaller one of its own. What bounds the round's cost: a work
-at least as large as one that was refused in this round is not asked for again (room only shrinks in a round), and after
-LOOK_AHEAD refusals a tenant's works of one kind are left alone until the next.
+at least as large as one that was refused in this round is not asked for again (room only shrinks in a round), a kind for
+which not even the smallest work has room is closed, and after LOOK_AHEAD refusals a tenant's works of one kind are left
+alone until the next.
 
 Random draws are arguments: the round's k-th choice uses the k-th point of a low-discrepancy sequence that starts at
 `draw`. The result does not depend on the order in which works or engines are handed in.
@@ -138,6 +139,7 @@ class _Round:
     __slots__ = (
         "_by_kind",
         "_candidates",
+        "_closed",
         "_draw",
         "_grants",
         "_in_flight",
@@ -168,12 +170,15 @@ class _Round:
         self._by_kind: dict[Kind, list[Candidate]] = {}
         self._in_flight: dict[str, dict[str, float]] = {}
         self._refused: dict[tuple[Kind, str], _Refused] = {}
+        self._closed: set[Kind] = set()
         self._placed: set[str] = set()
         self._placed_by_tenant: dict[str, float] = {}
 
     def offer(self, work: Work, turn: str) -> bool:
         """Place the work if an engine has room for it and its tenant may have more in flight."""
         kind = (work.class_name, work.model, work.path, work.pinned_engine, work.avoid)
+        if kind in self._closed:
+            return False
         refused = self._refused.get((kind, work.tenant))
         if (refused is not None and refused.covers(work)) or work.id in self._placed:
             return False
@@ -183,6 +188,8 @@ class _Round:
         spread = _spread(work, self._policy)
         chosen = choose(work, self._eligible(kind, work), self._sizing, self._now_s, spread=spread, draw=self._draw)
         if chosen is None:
+            if refused is None and not self._least_fits(kind, work):
+                self._closed.add(kind)
             self._refused[kind, work.tenant] = _Refused.after(refused, work)
             return False
         self._place(work, chosen, turn)
@@ -222,6 +229,11 @@ class _Round:
         _count(self._grants, work.class_name)
         for model in view.models & self._in_flight.keys():
             _count(self._in_flight[model], work.class_name)
+
+    def _least_fits(self, kind: Kind, work: Work) -> bool:
+        """Whether some engine has room for the smallest work of the kind, whoever asks."""
+        least = replace(work, tenant="", prompt_tokens=0, max_tokens=1, sequences=1)
+        return any(self._sizing.admit(least, one.view, self._now_s).admitted for one in self._eligible(kind, work))
 
     def _eligible(self, kind: Kind, work: Work) -> list[Candidate]:
         found = self._by_kind.get(kind)

@@ -11,7 +11,7 @@ that every process sharing a pool agrees on. Token counts of prompts are estimat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -195,6 +195,16 @@ class Verdict:
 
     admitted: bool
     guards: tuple[GuardReading, ...] = ()
+
+    @staticmethod
+    def of(readings: Iterable[GuardReading]) -> Verdict:
+        """Admitted when every reading passed. Of several readings of one guard the one with the least room is told."""
+        found: dict[Guard, GuardReading] = {}
+        for one in readings:
+            before = found.get(one.guard)
+            if before is None or one.threshold - one.value < before.threshold - before.value:
+                found[one.guard] = one
+        return Verdict(all(one.passed for one in found.values()), tuple(found.values()))
 
     @property
     def binding(self) -> Guard:

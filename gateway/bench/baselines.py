@@ -102,7 +102,7 @@ class Windows(Unlearning):
             guards.append(_reading(Guard.WINDOW, engine.in_flight_total + 1, self._total))
         if work.class_name == BULK:
             guards.append(_reading(Guard.WINDOW, engine.in_flight.get(BULK, 0) + 1, self._bulk))
-        return Verdict(all(guard.passed for guard in guards), tuple(guards))
+        return Verdict.of(guards)
 
     def window(self, engine: EngineView, class_name: str) -> Window:  # noqa: ARG002 - the contract's
         return Window(requests=self._bulk if class_name == BULK else self._total)
@@ -131,7 +131,7 @@ class SaturationGate(Unlearning):
         ]
         if work.class_name == BULK:
             guards.append(_reading(Guard.WINDOW, engine.in_flight.get(BULK, 0) + 1, CLIENTS_IN_FLIGHT))
-        return Verdict(all(guard.passed for guard in guards), tuple(guards))
+        return Verdict.of(guards)
 
     def window(self, engine: EngineView, class_name: str) -> Window:  # noqa: ARG002 - the contract's
         return Window(requests=CLIENTS_IN_FLIGHT if class_name == BULK else None)

@@ -41,9 +41,11 @@ Row = tuple[float, float, float, float]
 class StepModel:
     """See the module header. One per engine."""
 
-    __slots__ = ("_errors", "_moments", "_products", "_rejected", "observations", "theta")
+    __slots__ = ("_errors", "_moments", "_products", "_rejected", "error", "observations", "theta")
 
     def __init__(self) -> None:
+        """error: typical relative error of late predictions, their median; the prior's while there are few."""
+        self.error = UNKNOWN_ERROR
         self.theta = list(PRIOR)
         self._moments = [[0.0] * 4 for _ in range(4)]
         self._products = [0.0] * 4
@@ -61,11 +63,6 @@ class StepModel:
     def prefill_s_per_token(self) -> float:
         return self.theta[3]
 
-    @property
-    def error(self) -> float:
-        """Typical relative error of late predictions: their median; the prior's while there are few."""
-        return median(self._errors) if len(self._errors) >= LEAST_ERRORS else UNKNOWN_ERROR
-
     def step_s(self, sequences: float, context_tokens: float) -> float:
         """A decode step without prompts: the predicted gap between tokens."""
         base, per_sequence, per_token, _ = self.theta
@@ -73,8 +70,9 @@ class StepModel:
 
     def ttft_s(self, pending_tokens: float, sequences: float, context_tokens: float) -> float:
         """From now to the first token of a prompt that is the last of `pending_tokens` to be prefilled."""
-        row = ttft_row(pending_tokens, sequences, context_tokens)
-        return sum(weight * value for weight, value in zip(self.theta, row, strict=True))
+        base, per_sequence, per_token, prefill = self.theta
+        steps = ttft_steps(pending_tokens)
+        return steps * (base + per_sequence * sequences + per_token * context_tokens) + prefill * pending_tokens
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
@@ -95,6 +93,8 @@ class StepModel:
         if self._wild(error):
             return
         self._errors.append(error)
+        if len(self._errors) >= LEAST_ERRORS:
+            self.error = median(self._errors)
         self.observations += 1
         scaled = [value * prior / seen_s for value, prior in zip(row, PRIOR, strict=True)]
         for i in range(4):
@@ -122,7 +122,7 @@ class StepModel:
         if len(self._errors) < LEAST_ERRORS or self._rejected >= MOST_REJECTED:
             self._rejected = 0
             return False
-        if error > REJECT_MAD * max(LEAST_MAD, median(self._errors)):
+        if error > REJECT_MAD * max(LEAST_MAD, self.error):
             self._rejected += 1
             return True
         self._rejected = 0
@@ -145,9 +145,14 @@ class StepModel:
 
 
 def ttft_row(pending_tokens: float, sequences: float, context_tokens: float) -> Row:
-    """Steps until a first token, times what each costs: half a step under way, then one for each chunk of prompts."""
-    steps = 0.5 + math.ceil(max(1.0, pending_tokens) / CHUNK_TOKENS)
+    """Steps until a first token, times what each costs."""
+    steps = ttft_steps(pending_tokens)
     return steps, steps * sequences, steps * context_tokens, pending_tokens
+
+
+def ttft_steps(pending_tokens: float) -> float:
+    """Half a step under way, then one for each chunk of prompts."""
+    return 0.5 + math.ceil(max(1.0, pending_tokens) / CHUNK_TOKENS)
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

@@ -10,6 +10,9 @@ the blend S come, in O(1) by its integrals A and B:
 Censored (Kaplan-Meier): a work that was aborted, or cut off by its own max_tokens, would have run longer; and so will all
 that run now, which is why they are looked at whenever the tables are rebuilt. Without them the short works of a new
 workload, which end first, would pass for all of it. A work's own max_tokens bounds H and is the atom at its end.
+
+Every control tick asks for every work in flight, so what a work without a bound will make is worked out once for each bin
+of shown tokens and kept as long as the tables are (`ahead`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import math
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
+HORIZONS = (64, 256, 512, 1024)
+"""Engine steps ahead that forecasts are made for."""
 BINS = 64
 LONGEST_TOKENS = 32_768
 EDGES = tuple(0.0 if i == 0 else LONGEST_TOKENS ** (i / BINS) for i in range(BINS + 1))
@@ -30,6 +35,8 @@ KEYS_KEPT = 2048
 BINS_PER_LOG = BINS / math.log(LONGEST_TOKENS)
 
 Key = tuple[str, ...]
+Ahead = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+"""For each of HORIZONS: mean and variance of the tokens made by then, and the chance to run still."""
 
 
 def levels(tenant: str, class_name: str, model: str) -> tuple[Key, Key, Key]:
@@ -48,10 +55,11 @@ def bin_of(tokens: float) -> int:
 class Survival:
     """One survival function with its integrals. `at_edges` is S at EDGES, falling from 1."""
 
-    __slots__ = ("_a", "_b", "at_edges")
+    __slots__ = ("_a", "_ahead", "_b", "at_edges")
 
     def __init__(self, at_edges: Iterable[float]) -> None:
         self.at_edges = tuple(at_edges)
+        self._ahead: dict[int, Ahead] = {}
         areas, moments = [0.0], [0.0]
         for low, high, s_low, s_high in zip(EDGES, EDGES[1:], self.at_edges, self.at_edges[1:], strict=False):
             area, moment = _integrals(low, high, s_low, s_high)
@@ -72,6 +80,16 @@ class Survival:
         mean = min(horizon, (area_then - area) / left)
         square = 2 * (moment_then - moment - shown * (area_then - area)) / left
         return mean, max(0.0, square - mean * mean), min(1.0, left_then / left)
+
+    def ahead(self, shown_tokens: float) -> Ahead:
+        """`growth` at all HORIZONS for a work in the middle of the bin of its shown tokens; O(1) once a bin was asked for."""
+        at = bin_of(shown_tokens)
+        found = self._ahead.get(at)
+        if found is None:
+            middle = (EDGES[at] + EDGES[at + 1]) / 2 if at else 0.0
+            means, variances, survives = zip(*(self.growth(middle, horizon) for horizon in HORIZONS), strict=True)
+            found = self._ahead[at] = means, variances, survives
+        return found
 
     def _upto(self, tokens: float) -> tuple[float, float, float]:
         """(S, A, B) at a length."""

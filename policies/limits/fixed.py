@@ -107,7 +107,6 @@ def _verdict(bounds: _Bounds, of_class: int, in_flight: int, patient: int, seque
         (Guard.SEATS, in_flight + taken, bounds.seats),
         (Guard.SEATS, patient + taken, bounds.patient_seats),
     )
-    guards = tuple(
+    return Verdict.of(
         GuardReading(guard, value, bound, value <= bound) for guard, value, bound in asked if bound is not None
     )
-    return Verdict(all(guard.passed for guard in guards), guards)

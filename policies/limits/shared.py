@@ -52,7 +52,7 @@ class SharedLimit:
             guards.append(_reading(Guard.WINDOW, patient + 1, _for_patient(limit)))
             if seats is not None:
                 guards.append(_reading(Guard.SEATS, patient + taken, _for_patient(seats)))
-        return Verdict(all(guard.passed for guard in guards), tuple(guards))
+        return Verdict.of(guards)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
         """The limit, or what of it a class without objective may take."""

@@ -320,10 +320,20 @@ def test_a_round_asks_a_bounded_number_of_times_however_many_wait(order: int) ->
     placed = plan_round(waiting, [engine()], sizing, POLICY, NOW_S, 0.0)
 
     assert placed == []
-    assert sizing.asked <= LOOK_AHEAD
+    assert sizing.asked <= LOOK_AHEAD + 1
 
 
 # -- decisions and the short way ---------------------------------------------------------------------------------------
+
+
+def test_a_kind_that_has_no_room_for_any_work_is_asked_for_twice_whatever_waits() -> None:
+    sizing = Tokens(-1)
+    waiting = [work(f"w{n}", "night", tenant=f"t{n}", prompt_tokens=1000 - n) for n in range(200)]
+
+    placements = plan_round(waiting, [engine()], sizing, POLICY, NOW_S, 0.0)
+
+    assert not placements
+    assert sizing.asked == 2
 
 
 def test_a_placement_says_under_which_policy_and_with_what_guards_it_was_made() -> None:
@@ -332,7 +342,7 @@ def test_a_placement_says_under_which_policy_and_with_what_guards_it_was_made() 
     decision = placed.decision
     assert (decision.action, decision.work_id, decision.engine) == (Action.DISPATCH, "w", "e0")
     assert (decision.policy_version, decision.at_s, decision.reason) == (POLICY.version, NOW_S, "deadline")
-    assert [(guard.value, guard.threshold) for guard in decision.guards] == [(3, 8), (3, 8)]
+    assert [(guard.value, guard.threshold) for guard in decision.guards] == [(3, 8)]
 
 
 @given(works, engines, draws)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.estimators.survival import Lengths
+from policies.estimators.survival import HORIZONS, Lengths
 from policies.limits.token_ledger import TokenLedger, guards
-from policies.limits.token_ledger.account import CORRELATION, HORIZONS, NOTHING, Account, Sums, forecast, newcomer
+from policies.limits.token_ledger.account import CORRELATION, NOTHING, Account, Sums, forecast, newcomer
 from policies.limits.token_ledger.black_box import BlackBox
 from policies.limits.token_ledger.guards import KV_SHARE, Asked, Scene
 from policies.limits.token_ledger.window import Growth
@@ -136,9 +136,9 @@ def exactly(works: Sequence[tuple[Work, int]], candidate: Work, z: float) -> flo
                 mean += means[column] + (one.prompt_tokens + shown if column == at else 0)
                 tenants.setdefault(one.tenant, []).append(variances[column])
             means, variances = newcomer(candidate, (), lengths)
-            tenants.setdefault(candidate.tenant, []).append(variances[column])
+            tenants.setdefault(candidate.tenant, []).append(variances[at])
             variance = sum(sum(each) * (1 + CORRELATION * (len(each) - 1)) for each in tenants.values())
-            bounds.append(mean + candidate.prompt_tokens + means[column] + z * math.sqrt(variance))
+            bounds.append(mean + candidate.prompt_tokens + means[at] + z * math.sqrt(variance))
         worst = max(worst, min(bounds))
     return worst
 
@@ -178,7 +178,7 @@ def test_more_memory_never_turns_an_admission_into_a_refusal(
     sums = Account(URGENT, lengths)
     sums.progressed([Running(one, 1, shown, True) for one, shown in some_works(drawn)], NOW_S)
     means, variances = newcomer(work("x"), (), lengths)
-    asked = Asked(prompt, 1, None, means, tuple(a + b for a, b in zip(sums.sums.variances, variances, strict=True)))
+    asked = Asked(prompt, 1, None, means, sums.sums.variances_with("t", variances, sums.sums.variances))
 
     verdicts = []
     for size in (capacity, capacity + more):
@@ -229,9 +229,7 @@ def replayed(told_of: Sequence[tuple[str, int, int]]) -> Account:
 def test_sums_kept_step_by_step_equal_sums_made_anew(told_of: list[tuple[str, int, int]]) -> None:
     account = replayed(told_of)
 
-    anew = Sums()
-    for entry in account.entries.values():
-        anew.count(entry, 1)
+    anew = Sums.of(account.entries.values())
 
     assert account.sums.means == pytest.approx(anew.means, abs=1e-6)
     assert account.sums.variances == pytest.approx(anew.variances, rel=1e-6, abs=1e-3)
@@ -367,7 +365,7 @@ def test_answers_that_show_nothing_before_their_end_do_not_fill_the_pipe_for_eve
 def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], passes: bool) -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
     here = replace(SCENE, **scene)  # type: ignore[arg-type]  # fields by name, from the table
-    asked = Asked(500, 1, None, NOTHING, NOTHING)
+    asked = Asked(500, 1, None, NOTHING[:4], NOTHING)
     ask: dict[Guard, Callable[[], object]] = {
         Guard.TPOT: lambda: guards.gaps(here, asked, account.step),
         Guard.KNEE: lambda: guards.knee(here, asked, account.step, fields),
@@ -384,7 +382,7 @@ def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], 
 
 def test_a_prompt_that_makes_others_late_passes_now_and_then_when_nothing_is_pending() -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
-    huge = Asked(38_000, 1, None, NOTHING, NOTHING)
+    huge = Asked(38_000, 1, None, NOTHING[:4], NOTHING)
     due = replace(SCENE, oversize_due=True)
 
     found = [
@@ -398,7 +396,7 @@ def test_a_prompt_that_makes_others_late_passes_now_and_then_when_nothing_is_pen
 def test_on_a_slow_engine_one_long_prompt_after_the_other_is_let_in() -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
     account.step.theta[3] = 3e-4
-    long = Asked(1000, 1, None, NOTHING, NOTHING)
+    long = Asked(1000, 1, None, NOTHING[:4], NOTHING)
     patient = replace(SCENE, objective_s=2.0)
 
     assert guards.stall(patient, long, account.step, fields).passed

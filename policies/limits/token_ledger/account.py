@@ -3,9 +3,9 @@
 Every attempt that we hear of one by one has an entry with its forecast, mean and variance, in two columns for each of
 HORIZONS: how many tokens it still makes by then, and how many it then holds, which is nothing once it has ended. The first
 is what memory needs if nobody ends, the second forgets the peak on the way there; either bounds what will be needed, the
-first better for few steps and the second for many. The sums are kept as works come, show a first token and go, so that an admission looks at no
-single work; every control tick, which brings new token counts, makes all of them anew. Works that the view counts beyond
-the entries (placed in this round, or running in other processes) weigh what their class weighs on average.
+first better for few steps and the second for many. The sums are kept as works come, show a first token and go, so that an
+admission looks at no single work; every control tick, which brings new token counts, makes all of them anew. Works that
+the view counts beyond the entries (placed in this round, or running in other processes) weigh what their class weighs on average.
 
 A tenant's lengths go together (CORRELATION), so its variance counts more the more works it has here: for n of one tenant
 with variances that sum to V it is V·(1 + CORRELATION·(n - 1)).
@@ -13,7 +13,6 @@ with variances that sum to V it is V·(1 + CORRELATION·(n - 1)).
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +20,10 @@ from statistics import median
 
 from policies.estimators.offset import OffsetFilter
 from policies.estimators.step_model import StepModel
-from policies.estimators.survival import Key, Lengths, levels
+from policies.estimators.survival import HORIZONS, Key, Lengths, levels
 from policies.sizing import FirstToken, Running
 from policies.vocabulary import EngineView, Work
 
-HORIZONS = (64, 256, 512, 1024)
-"""Engine steps ahead for which memory has to suffice."""
 COLUMNS = 2 * len(HORIZONS)
 NOTHING = (0.0,) * COLUMNS
 CORRELATION = 0.1
@@ -47,21 +44,30 @@ def forecast(work: Work, shown_tokens: int, keys: Iterable[Key], lengths: Length
     """(means, variances) of a work's columns, its sequences together."""
     survival, sequences = lengths.of(keys), work.sequences
     shown = shown_tokens / sequences
-    left = math.inf if work.max_tokens is None else max(0.0, work.max_tokens - shown)
     held = work.prompt_tokens / sequences + shown
-    grown = [survival.growth(shown, min(horizon, left)) for horizon in HORIZONS]
-    means, variances = [sequences * mean for mean, _, _ in grown], [sequences * variance for _, variance, _ in grown]
-    for horizon, (_, _, survives) in zip(HORIZONS, grown, strict=True):
-        runs = survives if horizon < left else 0.0
-        means.append(sequences * (held + horizon) * runs)
-        variances.append(sequences * (held + horizon) ** 2 * runs * (1 - runs))
-    return tuple(means), tuple(variances)
+    means, variances, survives = survival.ahead(shown)
+    if work.max_tokens is not None and work.max_tokens - shown < HORIZONS[-1]:
+        left = max(0.0, work.max_tokens - shown)
+        mean, variance, _ = survival.growth(shown, left)
+        inside = sum(horizon < left for horizon in HORIZONS)
+        beyond = len(HORIZONS) - inside
+        means = means[:inside] + (mean,) * beyond
+        variances = variances[:inside] + (variance,) * beyond
+        survives = survives[:inside] + (0.0,) * beyond
+    then = [(held + horizon) * runs for horizon, runs in zip(HORIZONS, survives, strict=True)]
+    spread = [(held + horizon) * one * (1 - runs) for horizon, one, runs in zip(HORIZONS, then, survives, strict=True)]
+    if sequences == 1:
+        return (*means, *then), (*variances, *spread)
+    return (
+        tuple(sequences * one for one in (*means, *then)),
+        tuple(sequences * one for one in (*variances, *spread)),
+    )
 
 
 def newcomer(work: Work, keys: Iterable[Key], lengths: Lengths) -> tuple[Forecast, Forecast]:
-    """The columns of a work that is not here yet: what it makes, in both, since its prompt is counted by itself."""
+    """(means, variances) by HORIZONS of a work that is not here yet: what it makes. Its prompt is counted by itself."""
     means, variances = forecast(work, 0, keys, lengths)
-    return means[: len(HORIZONS)] * 2, variances[: len(HORIZONS)] * 2
+    return means[: len(HORIZONS)], variances[: len(HORIZONS)]
 
 
 @dataclass(slots=True)
@@ -85,19 +91,16 @@ class Entry:
 
 @dataclass(slots=True)
 class Tenancy:
-    """A tenant's works on the engine, and the sum of their variances."""
+    """A tenant's works on the engine, and the sums of their variances."""
 
     works: int = 0
     variances: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)
-
-    def inflated(self, column: int) -> float:
-        return self.variances[column] * (1 + CORRELATION * (self.works - 1)) if self.works else 0.0
 
 
 @dataclass(slots=True)
 class Sums:
     """What the entries add up to. held: prompt and shown tokens; pending: prompts without a first token yet; assumed: those
-    of them that must have had it."""
+    of them that must have had it. variances: with every tenant's correlation in them."""
 
     works: dict[str, int] = field(default_factory=dict)
     means: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)
@@ -108,40 +111,74 @@ class Sums:
     pending_patient: int = 0
     assumed: int = 0
 
+    @staticmethod
+    def of(entries: Iterable[Entry]) -> Sums:
+        """All sums at once, O(entries)."""
+        sums = Sums()
+        for entry in entries:
+            tenancy = sums._add(entry, 1)
+            tenancy.works += 1
+            tenancy.variances = [a + b for a, b in zip(tenancy.variances, entry.variances, strict=True)]
+        for tenancy in sums.tenants.values():
+            factor = 1 + CORRELATION * (tenancy.works - 1)
+            sums.variances = [a + factor * b for a, b in zip(sums.variances, tenancy.variances, strict=True)]
+        return sums
+
     def count(self, entry: Entry, sign: int) -> None:
-        """Add an entry with its forecast, or take it out."""
+        """Add an entry with its forecast, or take it out, O(1)."""
+        tenancy = self._add(entry, sign)
+        others = tenancy.works if sign > 0 else tenancy.works - 1
+        factor = 1 + CORRELATION * others
+        before, own = tenancy.variances, entry.variances
+        alone = before if sign > 0 else [a - b for a, b in zip(before, own, strict=True)]
+        if others:
+            self.variances = [
+                total + sign * (factor * one + CORRELATION * other)
+                for total, one, other in zip(self.variances, own, alone, strict=True)
+            ]
+        else:
+            self.variances = [total + sign * one for total, one in zip(self.variances, own, strict=True)]
+        tenancy.works += sign
+        tenancy.variances = [a + b for a, b in zip(before, own, strict=True)] if sign > 0 else alone
+        if not tenancy.works:
+            del self.tenants[entry.work.tenant]
+
+    def variances_with(self, tenant: str, own: Forecast, variances: Sequence[float]) -> Forecast:
+        """Variances by columns once one work more of the tenant is here, O(1). own: the work's, by HORIZONS; variances:
+        those of all that is there now."""
+        tenancy = self.tenants.get(tenant)
+        if tenancy is None:
+            return tuple(total + one for total, one in zip(variances, own + own, strict=True))
+        factor = 1 + CORRELATION * tenancy.works
+        return tuple(
+            total + factor * one + CORRELATION * other
+            for total, one, other in zip(variances, own + own, tenancy.variances, strict=True)
+        )
+
+    def _add(self, entry: Entry, sign: int) -> Tenancy:
+        """All but variances."""
         work = entry.work
         self.held_tokens += sign * (work.prompt_tokens + entry.shown_tokens)
         self.works[work.class_name] = self.works.get(work.class_name, 0) + sign
+        if not entry.prefilled:
+            self.prefill(entry, sign)
+        if sign > 0:
+            self.means = [a + b for a, b in zip(self.means, entry.means, strict=True)]
+        else:
+            self.means = [a - b for a, b in zip(self.means, entry.means, strict=True)]
         tenancy = self.tenants.get(work.tenant)
         if tenancy is None:
             tenancy = self.tenants[work.tenant] = Tenancy()
-        before = [tenancy.inflated(at) for at in range(COLUMNS)]
-        tenancy.works += sign
-        for at in range(COLUMNS):
-            self.means[at] += sign * entry.means[at]
-            tenancy.variances[at] += sign * entry.variances[at]
-            self.variances[at] += tenancy.inflated(at) - before[at]
-        if not tenancy.works:
-            del self.tenants[work.tenant]
-        if not entry.prefilled:
-            self.prefill(entry, sign)
+        return tenancy
 
     def prefill(self, entry: Entry, sign: int) -> None:
+        """Count a prompt as pending, or no more."""
         if entry.assumed:
             self.assumed += sign * entry.work.prompt_tokens
         elif entry.urgent:
             self.pending_urgent += sign * entry.work.prompt_tokens
         else:
             self.pending_patient += sign * entry.work.prompt_tokens
-
-    def variance_with(self, column: int, work: Work, variance: float) -> float:
-        """The variance once the work is here too, O(1)."""
-        tenancy = self.tenants.get(work.tenant)
-        if tenancy is None:
-            return self.variances[column] + variance
-        grown = (tenancy.variances[column] + variance) * (1 + CORRELATION * tenancy.works)
-        return self.variances[column] - tenancy.inflated(column) + grown
 
 
 class Account:
@@ -224,8 +261,9 @@ class Account:
             entry = known.get(key) or self.granted(one.work, one.attempt, now_s)
             entry.shown_tokens = one.shown_tokens
             entry.prefilled = one.prefilled
-            waited_s = now_s - entry.granted_s
-            entry.assumed = waited_s > UNSEEN_S and waited_s > UNSEEN_FACTOR * self.step.ttft_s(*entry.behind)
+            if not one.prefilled:
+                waited_s = now_s - entry.granted_s
+                entry.assumed = waited_s > UNSEEN_S and waited_s > UNSEEN_FACTOR * self.step.ttft_s(*entry.behind)
             entries[key] = entry
         self.entries = entries
         self._look_at_gaps(now_s)
@@ -235,13 +273,12 @@ class Account:
 
     def refresh(self) -> None:
         """All forecasts and sums from the entries, O(works)."""
-        sums = self.sums = Sums()
         self.urgent_tokens = 0
         for entry in self.entries.values():
             entry.means, entry.variances = forecast(entry.work, entry.shown_tokens, entry.keys, self._lengths)
-            sums.count(entry, 1)
             if entry.urgent:
                 self.urgent_tokens += entry.work.prompt_tokens + entry.shown_tokens
+        self.sums = Sums.of(self.entries.values())
 
     def note_peak(self) -> None:
         """Once a second: what the urgent classes hold; its 95th percentile over ten minutes is their peak."""

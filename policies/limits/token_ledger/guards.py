@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 from policies.estimators.step_model import StepModel
-from policies.limits.token_ledger.account import HORIZONS, Forecast
+from policies.estimators.survival import HORIZONS
+from policies.limits.token_ledger.account import Forecast
 from policies.schema import TokenLedgerSizing
 from policies.vocabulary import EngineView, Guard, GuardReading
 
@@ -68,7 +69,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One work more. variances: those of all works once it is here."""
+    """One work more. means: by HORIZONS, its own; variances: by columns, those of all works once it is here."""
 
     prompt_tokens: int
     sequences: int
@@ -94,15 +95,15 @@ def kv(scene: Scene, asked: Asked, z: float, *, patient: bool) -> tuple[GuardRea
 
 def needed(scene: Scene, asked: Asked, z: float, *, patient: bool) -> list[float]:
     """KV tokens for each horizon, by whichever column bounds them better; patient works leave the reserve free."""
-    more = asked.prompt_tokens + (scene.reserve_tokens if patient else 0.0)
-    columns = [
-        all_mean + mean + z * math.sqrt(max(0.0, variance))
-        for all_mean, mean, variance in zip(scene.means, asked.means, asked.variances, strict=True)
-    ]
     count = len(HORIZONS)
+    rest, held, sqrt = scene.rest_tokens, scene.held_tokens, math.sqrt
+    more = asked.prompt_tokens + (scene.reserve_tokens if patient else 0.0)
+    spread = [z * sqrt(variance) if variance > 0 else 0.0 for variance in asked.variances]
     return [
-        more + min(scene.held_tokens + grown, scene.rest_tokens + held)
-        for grown, held in zip(columns[:count], columns[count:], strict=True)
+        more + mean + min(held + grown + spread_grown, rest + then + spread_then)
+        for mean, grown, then, spread_grown, spread_then in zip(
+            asked.means, scene.means[:count], scene.means[count:], spread[:count], spread[count:], strict=True
+        )
     ]
 
 

@@ -22,7 +22,7 @@ from statistics import NormalDist
 from policies.estimators.survival import Key, Lengths, levels
 from policies.limits.fixed import whole_seats
 from policies.limits.token_ledger import guards
-from policies.limits.token_ledger.account import COLUMNS, Account, Forecast, newcomer
+from policies.limits.token_ledger.account import Account, Forecast, newcomer
 from policies.limits.token_ledger.black_box import BlackBox
 from policies.limits.token_ledger.guards import Asked, Scene
 from policies.limits.token_ledger.window import Growth
@@ -92,7 +92,7 @@ class TokenLedger:
         readings, _ = self._ask(mine, work, engine, seen[2])
         if not engine.in_flight_total:
             readings = [GuardReading(one.guard, one.value, max(one.value, one.threshold), True) for one in readings]
-        return Verdict(all(one.passed for one in readings), tuple(readings))
+        return Verdict.of(readings)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
         """Works with an objective are bound by tokens and seats; the others by the window as well."""
@@ -153,13 +153,12 @@ class TokenLedger:
         fields, model, account = self._fields, mine.account.step, mine.account
         patient = work.class_name not in self._objectives
         means, variances = self._newcomer(work)
-        extra = [all_here - own for all_here, own in zip(scene.variances, account.sums.variances, strict=True)]
         asked = Asked(
             prompt_tokens=work.prompt_tokens,
             sequences=work.sequences if scene.sequences else 1,
             objective_s=self._policy.class_policy(work.class_name).ttft_objective_s(work.prompt_tokens),
             means=means,
-            variances=tuple(account.sums.variance_with(at, work, variances[at]) + extra[at] for at in range(COLUMNS)),
+            variances=account.sums.variances_with(work.tenant, variances, scene.variances),
         )
         z = self._z_careful if mine.careful else self._z
         memory = guards.kv(scene, asked, z, patient=patient)
@@ -186,9 +185,10 @@ class TokenLedger:
         beyond = account.beyond(engine)
         means, variances = account.sums.means, account.sums.variances
         if beyond:
-            fresh = [(more, self._fresh_of(name)) for name, more in beyond]
-            means = [one + sum(more * each[0][at] for more, each in fresh) for at, one in enumerate(means)]
-            variances = [one + sum(more * each[1][at] for more, each in fresh) for at, one in enumerate(variances)]
+            for name, more in beyond:
+                own_means, own_variances = self._fresh_of(name)
+                means = [one + more * own for one, own in zip(means, 2 * own_means, strict=True)]
+                variances = [one + more * own for one, own in zip(variances, 2 * own_variances, strict=True)]
         pending_urgent, pending_patient = account.pending(engine, beyond)
         capacity = mine.capacity_tokens
         held = float(engine.kv_tokens)
