@@ -44,17 +44,27 @@ from gateway.errors import StartError
 from gateway.ingress.auth import KeyRing
 from gateway.ingress.keys_file import KeysFile
 from gateway.ingress.server import Ingress
-from gateway.instruments import BODIES_HELD, CONNECTIONS, GPU_ENERGY, LEADER, LOOP_LAG, REDIS_LATENCY, REDIS_UP
+from gateway.instruments import (
+    BODIES_HELD,
+    CLOCK_ERROR,
+    CONNECTIONS,
+    GPU_ENERGY,
+    LEADER,
+    LEADER_EPOCH,
+    LOOP_LAG,
+    REDIS_UP,
+)
 from gateway.logs import Log
 from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
-from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.queue.redis_queue import OnCall, RedisQueue, connect
 from gateway.queue.store_url import shown
 from gateway.recorder import Recorder, installation_key
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from policies.document import effective
 from policies.limits import FollowingSizing
+from policies.placement import eligible
 from policies.schema import Policy
 from policies.vocabulary import Decision, EngineView, Outcome
 
@@ -165,6 +175,7 @@ class Gateway:
             log=self._log,
             open_kind=self._open_kind,
             sink=self._decided,
+            meter=self.telemetry,
             on_heard=self._heard,
         )
         self.presence, self.owner, self.dispatcher = self.member.presence, self.member.owner, self.member.dispatcher
@@ -253,7 +264,7 @@ class Gateway:
         if url is None:
             self._valkey = await stack.enter_async_context(EmbeddedValkey(self.settings.state_dir, log=self._log))
             url = self._valkey.url
-        queue = open_queue(url, log=self._log, rng=self._rng)
+        queue = open_queue(url, log=self._log, rng=self._rng, on_call=self.telemetry.redis_call)
         stack.push_async_callback(queue.close)
         try:
             warning = await queue.eviction_warning()
@@ -362,7 +373,6 @@ class Gateway:
             due_s = self._clock.now_s() + LAG_EVERY_S
             await asyncio.sleep(LAG_EVERY_S)
             lag.observe(max(0.0, self._clock.now_s() - due_s))
-            self.telemetry.observe(REDIS_LATENCY, self.presence.round_trip_s, "renew")
 
     # -- what is told to operators ---------------------------------------------------------------------------------
 
@@ -372,11 +382,12 @@ class Gateway:
             view = _running_only(engine, engine.view(now_s))
             windows = {name: self.sizing.window(view, name) for name in self.store.current.classes}
             seen = engine.sample.values
+            if self.presence.leads:
+                telemetry.engine_counts(view)
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
             telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self.gpu_watch.idle_power_w(engine))
-        depths = {name: self.dispatcher.depth(name) for name in self.store.current.classes}
-        telemetry.queue(depths)
         policy = self.store.current
+        self._refresh_queue(telemetry, policy)
         telemetry.policy(
             policy.version,
             generation=self.store.generation,
@@ -387,6 +398,27 @@ class Gateway:
         telemetry.set(BODIES_HELD, self.ingress.bodies_held_bytes)
         telemetry.set(REDIS_UP, int(self.presence.connected))
         telemetry.set(LEADER, int(self.presence.leads), POOL)
+        telemetry.set(LEADER_EPOCH, self.presence.epoch or None, POOL)
+        telemetry.set(CLOCK_ERROR, self._clock.error_s)
+
+    def _refresh_queue(self, telemetry: Telemetry, policy: Policy) -> None:
+        """What waits, and by what: the guards are asked of each engine for a typical work of each class."""
+        pool_s = self._clock.pool_s()
+        telemetry.queue(
+            {name: self.dispatcher.depth(name) for name in policy.classes},
+            {name: pool_s - work.accepted_s for name, work in self.dispatcher.oldest().items()},
+            by_tenant=self.dispatcher.tenant_depths(),
+        )
+        asked = [work for name in policy.classes if (work := self.dispatcher.typical(name)) is not None]
+        views = self.roster.views(self._clock.now_s()) if self.presence.leads else ()
+        telemetry.guards(
+            {
+                (view.name, work.class_name): self.sizing.admit(work, view, pool_s)
+                for work in asked
+                for view in views
+                if eligible(work, view)
+            }
+        )
 
     def unready(self) -> str:
         """See `gateway.admin.api.Administered`."""
@@ -475,6 +507,6 @@ class _Background:
             await self._group.__aexit__(None, None, None)
 
 
-def open_queue(url: str, *, log: Log, rng: random.Random) -> RedisQueue:
+def open_queue(url: str, *, log: Log, rng: random.Random, on_call: OnCall | None = None) -> RedisQueue:
     """The pool's queue in a store; its owner closes it."""
-    return RedisQueue(connect(url), pool=POOL, log=log, rng=rng)
+    return RedisQueue(connect(url), pool=POOL, log=log, rng=rng, on_call=on_call)

@@ -21,6 +21,19 @@ LATENCY_BUCKETS_S = (
 STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
 """For things that should take milliseconds: token gaps, Redis round trips, lag of the loop."""
 
+DECISION_BUCKETS_S = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+"""For plain functions: a decision should take well under a millisecond."""
+
+COARSE_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""For what is told of every tenant: each bucket here is a series for each of them."""
+
+SIZE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+"""Numbers of works or sequences."""
+
+
+STEPS_BEYOND = 4096
+"""Told as steps to overflow where memory suffices at every horizon that is looked at."""
+
 
 class Section:
     """A part of the table under one heading. Its methods make a row and keep it."""
@@ -67,6 +80,14 @@ SLA = _requests.counter(
     "model",
     "outcome",
 )
+GOODPUT = _requests.counter(
+    "headrace_goodput_total",
+    "",
+    "Works completed inside their class's TTFT objective; of a class without one, every completed work.",
+    "class",
+    "model",
+    "tenant",
+)
 PROMPT_TOKENS = _requests.counter(
     "headrace_prompt_tokens_total", "tokens", "Prompt tokens of settled works.", "class", "model", "tenant"
 )
@@ -77,6 +98,9 @@ SHEDS = _requests.counter("headrace_sheds_total", "", "Works refused at admissio
 ATTEMPTS = _requests.counter("headrace_attempts_total", "", "Tries sent to an engine.", "engine", "class")
 RETRIES = _requests.counter(
     "headrace_retries_total", "", "Works tried again after an attempt failed, by the failure.", "engine", "reason"
+)
+REQUEST_BATCH = _requests.histogram(
+    "headrace_request_batch_size", SIZE_BUCKETS, "Sequences that one request asks for (prompts x n).", "class", unit=""
 )
 
 _latency = Section("Latency")
@@ -100,6 +124,16 @@ ENGINE_TTFT = _latency.histogram(
 TPOT = _latency.histogram(
     "headrace_tpot_seconds", STEP_BUCKETS_S, "Mean gap between the tokens of one completed answer.", "class", "model"
 )
+ITL = _latency.histogram(
+    "headrace_itl_seconds",
+    STEP_BUCKETS_S,
+    "Gap between two reads of one stream that both bring tokens; pauses that the client makes are left out.",
+    "engine",
+    "class",
+)
+TENANT_TTFT = _latency.histogram(
+    "headrace_tenant_ttft_seconds", COARSE_BUCKETS_S, "TTFT of one tenant's works, coarsely.", "class", "tenant"
+)
 DURATION = _latency.histogram(
     "headrace_request_duration_seconds", LATENCY_BUCKETS_S, "Accepted to settled.", "class", "model"
 )
@@ -110,6 +144,9 @@ OBJECTIVE = _latency.gauge(
 _queue = Section("Queue")
 QUEUED = _queue.gauge("headrace_queued", "", "Works waiting in the queue.", "class")
 OLDEST = _queue.gauge("headrace_queue_oldest_seconds", "seconds", "Age of the oldest waiting work.", "class")
+TENANT_QUEUED = _queue.gauge(
+    "headrace_tenant_queued", "", "Works of one tenant waiting in the queue.", "class", "tenant"
+)
 
 _decisions = Section("Decisions and batch size")
 DECISIONS = _decisions.counter(
@@ -138,6 +175,45 @@ LEDGER_KV_TOKENS = _decisions.gauge(
 LEDGER_PREFILL_TOKENS = _decisions.gauge(
     "headrace_ledger_prefill_tokens", "tokens", "Prompt tokens of our works without a first token.", "engine"
 )
+GUARD_VALUE = _decisions.gauge(
+    "headrace_guard_value",
+    "",
+    "What a guard measures for one more work of the class on the engine now; in the guard's own unit.",
+    "engine",
+    "class",
+    "guard",
+)
+GUARD_THRESHOLD = _decisions.gauge(
+    "headrace_guard_threshold",
+    "",
+    "The most that the guard lets pass; its value over this is how near it is to binding.",
+    "engine",
+    "class",
+    "guard",
+)
+GUARD_BINDING = _decisions.gauge(
+    "headrace_guard_binding",
+    "",
+    "1 for the guard that would hold back one more work of the class now; none: it could start.",
+    "engine",
+    "class",
+    "guard",
+)
+STEPS_TO_OVERFLOW = _decisions.gauge(
+    "headrace_steps_to_overflow",
+    "",
+    f"Engine steps after which KV memory is forecast not to suffice; {STEPS_BEYOND}: at no horizon; absent: not forecast.",
+    "engine",
+)
+DISPATCH_BATCH = _decisions.histogram(
+    "headrace_dispatch_batch_size", SIZE_BUCKETS, "Works that one round sent to one engine.", "engine", unit=""
+)
+DECISION_TIME = _decisions.histogram(
+    "headrace_decision_seconds",
+    DECISION_BUCKETS_S,
+    "Time to decide: a round over what waits, or arrival (may it start at once).",
+    "kind",
+)
 
 _engines = Section("Engines")
 ENGINE_STATE = _engines.gauge("headrace_engine_state", "", "1 for the state that the engine is in.", "engine", "state")
@@ -155,6 +231,21 @@ ENGINE_WAITING = _engines.gauge(
 )
 ENGINE_SAMPLE_AGE = _engines.gauge(
     "headrace_engine_sample_age_seconds", "seconds", "Age of the newest sample; absent: none yet.", "engine"
+)
+ENGINE_RESULTS = _engines.counter(
+    "headrace_engine_results_total", "", "Works settled, by the engine that had them last.", "engine", "class", "result"
+)
+ENGINE_OUTPUT_TOKENS = _engines.counter(
+    "headrace_engine_relayed_tokens_total", "tokens", "Tokens relayed from the engine to clients.", "engine", "class"
+)
+ENGINE_PREEMPTIONS = _engines.counter(
+    "headrace_engine_preemptions_total", "", "Sequences that the engine evicted from its KV cache.", "engine"
+)
+ENGINE_PROMPT_TOKENS = _engines.counter(
+    "headrace_engine_prompt_tokens_total", "tokens", "Prompt tokens by the engine's own count, others' too.", "engine"
+)
+ENGINE_GENERATED_TOKENS = _engines.counter(
+    "headrace_engine_generated_tokens_total", "tokens", "Tokens made by the engine's own count, others' too.", "engine"
 )
 SIGNAL_AGE = _engines.gauge(
     "headrace_engine_signal_age_seconds", "seconds", "Age of one signal; absent: never seen.", "engine", "signal"
@@ -223,6 +314,19 @@ GPU_IDLE_POWER = _energy.gauge(
 
 _pool = Section("Pool and Redis")
 LEADER = _pool.gauge("headrace_leader", "", "1 while this process decides for the pool.", "pool", merge=Merge.MAX)
+LEADER_EPOCH = _pool.gauge(
+    "headrace_leader_epoch",
+    "",
+    "Number of the leadership in force, as its holder knows it; a change is a takeover. Absent where nobody leads.",
+    "pool",
+    merge=Merge.MAX,
+)
+CLOCK_ERROR = _pool.gauge(
+    "headrace_clock_error_seconds",
+    "seconds",
+    "How wrong the process's estimate of the pool clock may be; absent before the first answer.",
+    merge=Merge.MAX,
+)
 REDIS_UP = _pool.gauge("headrace_redis_up", "", "1 while Redis answers and takes writes.", merge=Merge.MIN)
 REDIS_LATENCY = _pool.histogram(
     "headrace_redis_round_trip_seconds", STEP_BUCKETS_S, "One call of the queue to Redis.", "operation"

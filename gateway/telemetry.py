@@ -26,15 +26,23 @@ from backends.gpu.throttle import decode
 from gateway.instruments import (
     ATTEMPTS,
     BUILD_INFO,
+    DECISION_TIME,
     DECISIONS,
+    DISPATCH_BATCH,
     DURATION,
+    ENGINE_GENERATED_TOKENS,
     ENGINE_KV,
     ENGINE_KV_CAPACITY,
+    ENGINE_OUTPUT_TOKENS,
+    ENGINE_PREEMPTIONS,
+    ENGINE_PROMPT_TOKENS,
+    ENGINE_RESULTS,
     ENGINE_RUNNING,
     ENGINE_SAMPLE_AGE,
     ENGINE_STATE,
     ENGINE_TTFT,
     ENGINE_WAITING,
+    GOODPUT,
     GPU_BUSY,
     GPU_CLOCK_REASON,
     GPU_FINDING,
@@ -49,6 +57,9 @@ from gateway.instruments import (
     GPU_SLOWDOWN,
     GPU_TEMPERATURE,
     GPU_UP,
+    GUARD_BINDING,
+    GUARD_THRESHOLD,
+    GUARD_VALUE,
     IN_FLIGHT,
     INSTRUMENTS,
     LATENCY_BUCKETS_S,
@@ -63,12 +74,19 @@ from gateway.instruments import (
     PROMPT_TOKENS,
     QUEUE_WAIT,
     QUEUED,
+    REDIS_ERRORS,
+    REDIS_LATENCY,
+    REQUEST_BATCH,
     REQUESTS,
     RETRIES,
     SHEDS,
     SIGNAL_AGE,
     SIGNAL_QUALITY,
     SLA,
+    STEPS_BEYOND,
+    STEPS_TO_OVERFLOW,
+    TENANT_QUEUED,
+    TENANT_TTFT,
     TPOT,
     TTFT,
     VRAM_HEADROOM,
@@ -77,13 +95,22 @@ from gateway.instruments import (
 )
 from gateway.series import OTHER, Counter, Gauge, Histogram, Instrument, Kind, Registry, Spread, Tally
 from policies.sizing import Window
-from policies.vocabulary import UNKNOWN, Decision, EngineState, EngineView, Outcome, Quality, Reading, Result
+from policies.vocabulary import UNKNOWN, Decision, EngineState, EngineView, Outcome, Quality, Reading, Result, Verdict
 
 
 class Telemetry:
     """The process's instruments, filled by typed calls. One per process; handed to whoever counts."""
 
-    __slots__ = ("_counters", "_gauges", "_histograms", "_kept", "_known_models", "_refreshers", "_registry")
+    __slots__ = (
+        "_counters",
+        "_followed",
+        "_gauges",
+        "_histograms",
+        "_kept",
+        "_known_models",
+        "_refreshers",
+        "_registry",
+    )
 
     def __init__(self, *, version: str, longest_s: float = 0.0) -> None:
         """longest_s: the largest configured time-out; the latency histograms tell durations apart up to it."""
@@ -96,31 +123,39 @@ class Telemetry:
         }
         families: dict[Instrument, Counter | Gauge | Histogram] = {**self._counters, **self._gauges, **self._histograms}
         self._registry = Registry([families[row] for row in INSTRUMENTS])
-        self._kept: dict[tuple[str, str, str, Result, int], _Settled] = {}
+        self._kept: dict[tuple[str, str, str, str, Result, int], _Settled] = {}
         self._known_models: frozenset[str] = frozenset()
+        self._followed: dict[tuple[Instrument, str], float] = {}
         self._refreshers: list[Callable[[Telemetry], None]] = []
         self.set(BUILD_INFO, 1, version)
 
     # What happens to works.
 
-    def observe_outcome(self, outcome: Outcome, *, sla_met: bool | None) -> None:
-        """Count one settled work. sla_met: None for a class without a TTFT objective."""
-        key = (outcome.class_name, outcome.model, outcome.tenant, outcome.result, outcome.status)
+    def observe_outcome(self, outcome: Outcome, *, sla_met: bool | None, sequences: int = 1) -> None:
+        """Count one settled work. sla_met: None for a class without a TTFT objective; sequences: that it asked for."""
+        key = (outcome.class_name, outcome.model, outcome.tenant, outcome.engine, outcome.result, outcome.status)
         kept = self._kept.get(key)
         if kept is None:
             kept = self._settled(outcome)
         kept.requests.value += 1
         kept.prompt_tokens.value += outcome.prompt_tokens
         kept.output_tokens.value += outcome.output_tokens
+        kept.engine_results.value += 1
+        kept.engine_tokens.value += outcome.output_tokens
         kept.duration.observe(outcome.total_s)
+        kept.request_batch.observe(sequences)
+        completed = outcome.result is Result.COMPLETED
+        if completed and sla_met is not False:
+            kept.goodput.value += 1
         if outcome.queued_s is not None:
             kept.queue_wait.observe(outcome.queued_s)
         if outcome.ttft_s is not None:
             kept.ttft.observe(outcome.ttft_s)
-            if outcome.result is Result.COMPLETED and outcome.output_tokens > 1:
+            kept.tenant_ttft.observe(outcome.ttft_s)
+            if completed and outcome.output_tokens > 1:
                 kept.tpot.observe((outcome.total_s - outcome.ttft_s) / (outcome.output_tokens - 1))
         if outcome.engine_ttft_s is not None:
-            self.observe(ENGINE_TTFT, outcome.engine_ttft_s, outcome.engine, outcome.class_name)
+            kept.engine_ttft.observe(outcome.engine_ttft_s)
         if sla_met is not None:
             self.add(SLA, 1, outcome.class_name, kept.model, "met" if sla_met else "missed")
         if outcome.result is Result.SHED:
@@ -138,7 +173,45 @@ class Telemetry:
         """Count one work that goes on elsewhere; engine is the one that failed it."""
         self.add(RETRIES, 1, engine, reason)
 
+    def decided(self, kind: str, seconds: float) -> None:
+        """See `gateway.dispatch.dispatcher.Meter`."""
+        self.observe(DECISION_TIME, seconds, kind)
+
+    def dispatched(self, engine: str, works: int) -> None:
+        """See `gateway.dispatch.dispatcher.Meter`."""
+        self.observe(DISPATCH_BATCH, works, engine)
+
+    def redis_call(self, operation: str, seconds: float, answered: bool) -> None:
+        """Count one command to the queue's store."""
+        self.observe(REDIS_LATENCY, seconds, operation)
+        if not answered:
+            self.add(REDIS_ERRORS, 1, operation)
+
     # What engines and queues look like.
+
+    def engine_counts(self, view: EngineView) -> None:
+        """Let our counters follow the engine's own. Only the process that decides calls it: others would count twice."""
+        for row, reading in (
+            (ENGINE_PREEMPTIONS, view.preemptions_total),
+            (ENGINE_PROMPT_TOKENS, view.prompt_tokens_total),
+            (ENGINE_GENERATED_TOKENS, view.generation_tokens_total),
+        ):
+            total = _known(reading)
+            if total is None:
+                continue
+            before = self._followed.get((row, view.name), total)
+            self._followed[row, view.name] = total
+            self.add(row, total - before if total >= before else total, view.name)
+
+    def guards(self, verdicts: Mapping[tuple[str, str], Verdict]) -> None:
+        """Replace what is told of guards: by engine and class, the answer to one more work."""
+        for row in (GUARD_VALUE, GUARD_THRESHOLD, GUARD_BINDING):
+            self._gauges[row].clear()
+        for of, verdict in verdicts.items():
+            self.set(GUARD_BINDING, 1, *of, verdict.binding)
+            for reading in verdict.guards:
+                self.set(GUARD_VALUE, reading.value, *of, reading.guard)
+                self.set(GUARD_THRESHOLD, reading.threshold, *of, reading.guard)
 
     def engine(self, view: EngineView, windows: Mapping[str, Window], *, sample_age_s: float | None) -> None:
         """Replace everything told of one engine. windows: by class; sample_age_s: None before the first sample."""
@@ -158,6 +231,8 @@ class Telemetry:
                 self.set(SIGNAL_QUALITY, 1 if quality is reading.quality else None, name, signal, quality)
         self.set(LEDGER_KV_TOKENS, view.kv_tokens, name)
         self.set(LEDGER_PREFILL_TOKENS, view.prefill_tokens, name)
+        steps = [steps for window in windows.values() if (steps := window.steps_to_overflow) is not None]
+        self.set(STEPS_TO_OVERFLOW, min(*steps, STEPS_BEYOND) if steps else None, name)
         for per_class in (IN_FLIGHT, WINDOW, WINDOW_TOKENS):
             self._gauges[per_class].drop(name)
         for class_name in windows.keys() | view.in_flight.keys():
@@ -186,10 +261,18 @@ class Telemetry:
             if row.labels[:1] == ("engine",):
                 gauge.drop(name)
 
-    def queue(self, depths: Mapping[str, int], oldest_s: Mapping[str, float] | None = None) -> None:
-        """Replace the queue's depth by class, and the age of the oldest waiting work where known."""
-        self._gauges[QUEUED].clear()
-        self._gauges[OLDEST].clear()
+    def queue(
+        self,
+        depths: Mapping[str, int],
+        oldest_s: Mapping[str, float] | None = None,
+        *,
+        by_tenant: Mapping[tuple[str, str], int] | None = None,
+    ) -> None:
+        """Replace the queue's depth by class, by class and tenant, and the age of the oldest waiting work where known."""
+        for row in (QUEUED, OLDEST, TENANT_QUEUED):
+            self._gauges[row].clear()
+        for (class_name, tenant), depth in (by_tenant or {}).items():
+            self.set(TENANT_QUEUED, depth, class_name, tenant)
         for class_name, depth in depths.items():
             self.set(QUEUED, depth, class_name)
         for class_name, age_s in (oldest_s or {}).items():
@@ -265,18 +348,27 @@ class Telemetry:
         of_class = (outcome.class_name,)
         of_model = (outcome.class_name, model)
         of_tenant = (outcome.class_name, model, outcome.tenant)
+        of_engine = (outcome.engine, outcome.class_name)
+        at_engine = bool(outcome.engine)
         kept = _Settled(
             model=model,
             requests=self._counters[REQUESTS].child(*of_tenant, outcome.result, str(outcome.status)),
             prompt_tokens=self._counters[PROMPT_TOKENS].child(*of_tenant),
             output_tokens=self._counters[OUTPUT_TOKENS].child(*of_tenant),
+            goodput=self._counters[GOODPUT].child(*of_tenant),
+            engine_results=self._counters[ENGINE_RESULTS].child(*of_engine, outcome.result) if at_engine else Tally(),
+            engine_tokens=self._counters[ENGINE_OUTPUT_TOKENS].child(*of_engine) if at_engine else Tally(),
+            request_batch=self._histograms[REQUEST_BATCH].child(*of_class),
             duration=self._histograms[DURATION].child(*of_model),
             queue_wait=self._histograms[QUEUE_WAIT].child(*of_class),
             ttft=self._histograms[TTFT].child(*of_model),
+            tenant_ttft=self._histograms[TENANT_TTFT].child(outcome.class_name, outcome.tenant),
             tpot=self._histograms[TPOT].child(*of_model),
+            engine_ttft=self._histograms[ENGINE_TTFT].child(*of_engine) if at_engine else Spread(()),
         )
         if model is not OTHER and len(self._kept) < KEPT_MAX:
-            self._kept[(outcome.class_name, outcome.model, outcome.tenant, outcome.result, outcome.status)] = kept
+            key = (outcome.class_name, outcome.model, outcome.tenant, outcome.engine, outcome.result, outcome.status)
+            self._kept[key] = kept
         return kept
 
 
@@ -292,10 +384,16 @@ class _Settled:
     requests: Tally
     prompt_tokens: Tally
     output_tokens: Tally
+    goodput: Tally
+    engine_results: Tally
+    engine_tokens: Tally
+    request_batch: Spread
     duration: Spread
     queue_wait: Spread
     ttft: Spread
+    tenant_ttft: Spread
     tpot: Spread
+    engine_ttft: Spread
 
 
 _GPU_FIELDS: Final[Mapping[GpuField, Instrument]] = {

@@ -85,11 +85,13 @@ SizingEvent = Granted | FirstToken | Finished | Progressed | Sampled
 class Window:
     """What one class may have in flight on one engine now, for display and metrics. None: no such cap.
 
-    tokens is the cap on KV tokens in flight, requests the cap on works in flight.
+    tokens is the cap on KV tokens in flight, requests the cap on works in flight. steps_to_overflow is the engine's: the
+    smallest number of its steps for which KV memory is forecast not to suffice, inf for none; None: not forecast.
     """
 
     requests: int | None = None
     tokens: int | None = None
+    steps_to_overflow: float | None = None
 
 
 class SizingPolicy(Protocol):

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
@@ -47,6 +49,26 @@ Sink = Callable[[Decision], None]
 """Where decisions are told: the telemetry, the recorder, the console. Called synchronously; must not raise."""
 
 
+class Meter(Protocol):
+    """Where the dispatcher's own figures are counted. Called synchronously; must not raise."""
+
+    def decided(self, kind: str, seconds: float) -> None:
+        """A decision took so long; kind is "round" or "arrival"."""
+        ...
+
+    def dispatched(self, engine: str, works: int) -> None:
+        """One round placed so many works on one engine."""
+        ...
+
+
+class Unmetered:
+    """Counts nothing."""
+
+    def decided(self, kind: str, seconds: float) -> None: ...
+
+    def dispatched(self, engine: str, works: int) -> None: ...
+
+
 class Dispatcher:
     """See the module header. One per pool and process; decides only while `presence.leads`."""
 
@@ -57,7 +79,10 @@ class Dispatcher:
         "_deliver",
         "_depths",
         "_in_vain",
+        "_latest",
         "_ledger",
+        "_looked_at",
+        "_meter",
         "_overdue",
         "_pace",
         "_presence",
@@ -90,6 +115,7 @@ class Dispatcher:
         rng: random.Random,
         deliver: Callable[[Grant], bool],
         sink: Sink,
+        meter: Meter | None = None,
     ) -> None:
         """deliver hands a grant to the owner in this process; False when the work is not waiting here."""
         self._queue = queue
@@ -104,9 +130,12 @@ class Dispatcher:
         self._rng = rng
         self._deliver = deliver
         self._sink = sink
+        self._meter = meter or Unmetered()
         self.tenants = TenantCounters()
         self._pace = Pace()
         self._depths: Mapping[tuple[str, str], int] = {}
+        self._looked_at: Sequence[Work] = ()
+        self._latest: dict[str, Work] = {}
         self._waiting_here: dict[str, int] = {}
         self._overdue = False
         self._in_vain = 0
@@ -126,9 +155,10 @@ class Dispatcher:
         if self._presence.sole:
             if not self._decides or self._overdue:
                 return None
-            now_s = self._clock.pool_s()
-            views = self._roster.views(self._clock.now_s())
+            now_s, begun_s = self._clock.pool_s(), self._clock.now_s()
+            views = self._roster.views(begun_s)
             placement = place_one(work, views, self._sizing, policy, now_s, self._rng.random(), tenants=self.tenants)
+            self._meter.decided("arrival", self._clock.now_s() - begun_s)
             return None if placement is None else self._grant(placement, now_s)
         return self._start_on_credit(work, policy)
 
@@ -225,6 +255,23 @@ class Dispatcher:
         names = {name for name, _tenant in self._depths} | set(self._waiting_here)
         return {name: self.depth(name) for name in names}
 
+    def tenant_depths(self) -> Mapping[tuple[str, str], int]:
+        """Works waiting by class and tenant, at our last look at the queue."""
+        return self._depths
+
+    def oldest(self) -> dict[str, Work]:
+        """Of each class with anything waiting, the work accepted first, as far as our last look went."""
+        found: dict[str, Work] = {}
+        for work in self._looked_at:
+            if self.depth(work.class_name):
+                first = found.get(work.class_name)
+                found[work.class_name] = work if first is None or work.accepted_s < first.accepted_s else first
+        return found
+
+    def typical(self, class_name: str) -> Work | None:
+        """A work of the class to explain its guards by: the oldest that waits, else the latest granted; None: neither."""
+        return self.oldest().get(class_name) or self._latest.get(class_name)
+
     # -- the loop --------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -256,7 +303,7 @@ class Dispatcher:
         policy = self._store.current
         bounds = {name: LOOK_AHEAD_TTFT_CLASS for name, one in policy.classes.items() if one.has_ttft_objective}
         waiting = await self._queue.peek(bounds=bounds, default_bound=LOOK_AHEAD_OTHER, now_ms=self._presence.now_ms())
-        self._depths = waiting.depths
+        self._depths, self._looked_at = waiting.depths, waiting.works
         if not self._decides:
             return False
         policy = self._store.current  # it may have changed while we read, and the sizing policy with it
@@ -265,11 +312,15 @@ class Dispatcher:
         fresh = [work for work in waiting.works if (work.id, work.attempt + 1) not in self._uncertain]
         placements: list[Placement] = []
         if fresh:
-            views = self._roster.views(self._clock.now_s())
+            begun_s = self._clock.now_s()
+            views = self._roster.views(begun_s)
             draw = self._rng.random()
             placements = plan_round(
                 fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, pace=self._pace
             )
+            self._meter.decided("round", self._clock.now_s() - begun_s)
+            for engine, works in Counter(placement.engine for placement in placements).items():
+                self._meter.dispatched(engine, works)
         # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
         repeated = [replace(grant, expires_s=now_s + GRANT_VALID_S) for grant in self._uncertain.values()]
         grants = [*repeated, *(self._grant(placement, now_s) for placement in placements)]
@@ -325,6 +376,7 @@ class Dispatcher:
         self._ledger[engine].add(work, attempt, now_s)
         self._pace.granted(engine, work.id, attempt, work.prompt_tokens, now_s)
         self._sizing.on_event(Granted(work, engine, attempt), now_s)
+        self._latest[work.class_name] = work
 
     def _others_first(self, work: Work, policy: Policy) -> bool:
         """True when a work of the same or a more urgent class waits."""
@@ -375,7 +427,7 @@ class Dispatcher:
     def _step_down(self) -> None:
         """Another process leads: forget what only a leader counts."""
         self._took_over = 0
-        self._depths = {}
+        self._depths, self._looked_at = {}, ()
         self._overdue = False
         self._forget_others()
 

@@ -18,7 +18,7 @@ from gateway.control.policy_store import PolicyStore
 from gateway.control.presence import Presence
 from gateway.control.roster import Engine, Roster
 from gateway.dispatch.credit import CreditBook
-from gateway.dispatch.dispatcher import Dispatcher, Sink
+from gateway.dispatch.dispatcher import Dispatcher, Meter, Sink
 from gateway.dispatch.ledger import Ledger
 from gateway.dispatch.owner import Owner
 from gateway.dispatch.steward import Steward
@@ -54,6 +54,7 @@ class Member:
         open_kind: OpenKind,
         sink: Sink,
         on_heard: Callable[[Engine], None],
+        meter: Meter | None = None,
         make_dispatcher: Callable[..., Dispatcher] = Dispatcher,
     ) -> None:
         """session_id must be unique among all processes ever started, e.g. 64 random bits. The ledger is the roster's."""
@@ -97,6 +98,7 @@ class Member:
             rng=rng,
             deliver=self.owner.granted,
             sink=sink,
+            meter=meter,
         )
         self.owner.serve(self.dispatcher)
         self.herald = Herald(

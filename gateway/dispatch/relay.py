@@ -95,6 +95,7 @@ class Relay:
         "_last_byte_s",
         "_mode",
         "_on_first_token",
+        "_on_gap",
         "_reader",
         "_reply",
         "_response_id",
@@ -118,8 +119,12 @@ class Relay:
         timeouts: Timeouts,
         strip_usage: bool,
         on_first_token: Callable[[float], None],
+        on_gap: Callable[[float], None] | None = None,
     ) -> None:
-        """strip_usage: we asked for the usage event, the client did not. on_first_token takes engine_ttft_s."""
+        """strip_usage: we asked for the usage event, the client did not. on_first_token takes engine_ttft_s.
+
+        on_gap: told each time in seconds between two reads that brought tokens.
+        """
         self._exchange = exchange
         self._reply = reply
         self._engine = engine
@@ -127,6 +132,7 @@ class Relay:
         self._timeouts = timeouts
         self._strip_usage = strip_usage
         self._on_first_token = on_first_token
+        self._on_gap = on_gap or _unheard
         self._call: Call | None = None
         self._mode = _Mode.HEAD
         self._status = 0
@@ -247,19 +253,22 @@ class Relay:
         ready = self._splitter.feed(data)
         if not ready:
             return
+        gap_s = 0.0
         if not is_idle(ready):  # comments, by themselves, are no sign of progress
             self._heard = True
-            self._last_byte_s = self._clock.now_s()
-        self._take(ready)
+            now_s = self._clock.now_s()
+            gap_s = now_s - self._last_byte_s
+            self._last_byte_s = now_s
+        self._take(ready, gap_s)
 
-    def _take(self, ready: bytes) -> None:
-        """Inspect whole events and pass on what may go."""
-        reader = self._reader
+    def _take(self, ready: bytes, gap_s: float) -> None:
+        """Inspect whole events, which came gap_s after the ones before, and pass on what may go."""
+        reader, shown = self._reader, self.output_tokens
         assert reader is not None
         if not self._committed and not self._response_id and self._exchange.path == "/v1/responses":
             self._find_response_id(ready)
         remark = reader.inspect(ready)
-        self.output_tokens = reader.tokens
+        tokens = self.output_tokens = reader.tokens
         if remark is not None:
             if remark.error is not None:
                 self._stream_error(remark)
@@ -268,6 +277,8 @@ class Relay:
         if self._committed:
             if ready:
                 self._reply.write(ready)
+            if tokens > shown > 0:
+                self._on_gap(gap_s)
             return
         if ready:
             self._held.append(ready)
@@ -439,6 +450,10 @@ class Relay:
         found = _RESPONSE_ID.search(data)
         if found:
             self._response_id = found[1].decode("latin-1")
+
+
+def _unheard(_gap_s: float) -> None:
+    """Nobody counts the gaps."""
 
 
 _OWN_HEADERS = frozenset({b"date", b"server", b"content-length", b"x-request-id", b"via", b"alt-svc"})

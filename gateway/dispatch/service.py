@@ -32,6 +32,7 @@ from gateway.dispatch.watchdog import Watchdog
 from gateway.errors import Refusal, model_not_found
 from gateway.exchange import Exchange
 from gateway.ingress.body_edits import edited
+from gateway.instruments import ITL
 from gateway.logs import Log
 from gateway.queue.base import QueueUnavailable
 from gateway.settings import Settings
@@ -330,6 +331,7 @@ class Service:
             timeouts=self._timeouts,
             strip_usage=strip_usage,
             on_first_token=lambda ttft_s: self._dispatcher.first_token(work, grant, ttft_s),
+            on_gap=self._telemetry.keep(ITL, grant.engine, work.class_name).observe,
         )
         course.relay = relay
         self._dispatcher.attach(grant, relay)
@@ -434,7 +436,7 @@ class Service:
             self._owner.finished(work, course.grant, outcome)
         else:
             self._owner.ended(work)
-        self._telemetry.observe_outcome(outcome, sla_met=_sla_met(outcome, work, policy))
+        self._telemetry.observe_outcome(outcome, sla_met=_sla_met(outcome, work, policy), sequences=work.sequences)
         if self._on_outcome is not None:
             self._on_outcome(outcome)
         if self._record is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -165,6 +166,10 @@ def _to_primary(store: StoreUrl, pool: str, options: Mapping[str, Any]) -> dict[
     }
 
 
+OnCall = Callable[[str, float, bool], None]
+"""Told a call's operation, how long it took in seconds, and whether it was answered. Must not raise."""
+
+
 class RedisQueue:
     """See the module header. One instance per process and pool; it owns the client that it is given."""
 
@@ -176,7 +181,9 @@ class RedisQueue:
         "_key",
         "_keys",
         "_log",
+        "_monotonic",
         "_node_changes",
+        "_on_call",
         "_pool",
         "_registered",
         "_rng",
@@ -191,13 +198,18 @@ class RedisQueue:
         rng: random.Random,
         pool: str = "default",
         command_timeout_s: float = COMMAND_TIMEOUT_S,
+        on_call: OnCall | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        """on_call: told of every command that was answered or that failed."""
         self._client = client
         self._execute: Callable[..., Awaitable[Any]] = client.execute_command
         self._log = log
         self._rng = rng
         self._pool = pool
         self._command_timeout_s = command_timeout_s
+        self._on_call = on_call or _untold
+        self._monotonic = monotonic
         self._keys = keys(pool)
         self._key = dict(zip((key.name for key in TABLE), self._keys, strict=False))
         self._scripts = {name: load(name) for name in _SCRIPTS}
@@ -468,21 +480,25 @@ class RedisQueue:
             except NoScriptError:
                 return await self._execute("EVAL", script.text, len(self._keys), *self._keys, *args)
 
-        return await self._bounded(evaluate)
+        return await self._bounded(name, evaluate)
 
     async def _command(self, *args: str) -> Any:
-        return await self._bounded(lambda: self._execute(*args))
+        return await self._bounded(args[0].lower(), lambda: self._execute(*args))
 
-    async def _bounded(self, send: Callable[[], Awaitable[Any]]) -> Any:
+    async def _bounded(self, operation: str, send: Callable[[], Awaitable[Any]]) -> Any:
         """One command within its deadline. Raises QueueUnavailable for what the world did to us."""
+        begun_s = self._monotonic()
         try:
             async with asyncio.timeout(self._command_timeout_s):
                 try:
-                    return await send()
+                    answer = await send()
                 except MovedError:
                     await self._leave_node()
-                    return await send()
+                    answer = await send()
+            self._on_call(operation, self._monotonic() - begun_s, True)
+            return answer
         except (RedisError, OSError) as error:
+            self._on_call(operation, self._monotonic() - begun_s, False)
             if isinstance(error, _STALE_NODE):
                 await self._leave_node()
             reason = _reason(error)
@@ -497,6 +513,10 @@ class RedisQueue:
 
     def __repr__(self) -> str:
         return f"<RedisQueue pool={self._pool} session epochs={self._registered} node changes={self._node_changes}>"
+
+
+def _untold(_operation: str, _seconds: float, _answered: bool) -> None:
+    """Nobody counts the calls."""
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,7 @@ from gateway.dispatch.relay import FRAMING_END_S, HELD_ERROR_BYTES, Relay
 from gateway.dispatch.reply import Reply
 from gateway.errors import Dialect, render_body
 from gateway.exchange import Exchange, Facts
+from gateway.series import Spread
 from gateway.settings import Timeouts
 
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"server", b"uvicorn")]
@@ -109,6 +110,7 @@ class Bench:
         )
         self.reply = Reply(self.exchange, self.clock, timeouts)
         self.first_tokens: list[float] = []
+        self.gaps = Spread((0.05, 0.5))
         self.relay = Relay(
             self.exchange,
             self.reply,
@@ -117,6 +119,7 @@ class Bench:
             timeouts=timeouts,
             strip_usage=strip_usage,
             on_first_token=self.first_tokens.append,
+            on_gap=self.gaps.observe,
         )
         self.call = FakeCall()
         self.relay.attach(self.call)
@@ -158,6 +161,23 @@ async def test_a_good_stream_reaches_the_client_byte_for_byte() -> None:
     assert bench.client.body == b"".join(GOOD)
     assert bench.client.end == "finished"
     assert end.output_tokens == 2
+
+
+async def test_the_gaps_between_tokens_are_counted_and_a_client_that_pauses_makes_none() -> None:
+    bench = Bench()
+    bench.play(GOOD[0], GOOD[1], end="open")
+
+    for gap_s, piece in ((0.02, delta("a")), (0.3, delta("b")), (0.01, b": ping\n\n"), (0.2, DONE)):
+        bench.clock.time_s += gap_s
+        bench.relay.on_body(piece)
+    bench.client.on_pause()
+    bench.clock.time_s += 60.0
+    bench.client.on_resume()
+    bench.clock.time_s += 0.04
+    bench.relay.on_body(delta("c"))
+
+    assert bench.gaps.counts == [2, 1, 0]
+    assert bench.gaps.total == pytest.approx(0.36)
 
 
 async def test_nothing_is_committed_before_the_first_token() -> None:

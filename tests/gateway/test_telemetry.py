@@ -15,7 +15,20 @@ from gateway.instruments import INSTRUMENTS
 from gateway.series import OTHER, SERIES_MAX, Instrument, Kind
 from gateway.telemetry import Telemetry
 from policies.sizing import Window
-from policies.vocabulary import Action, Decision, EngineState, EngineView, Guard, Outcome, Quality, Reading, Result
+from policies.vocabulary import (
+    UNKNOWN,
+    Action,
+    Decision,
+    EngineState,
+    EngineView,
+    Guard,
+    GuardReading,
+    Outcome,
+    Quality,
+    Reading,
+    Result,
+    Verdict,
+)
 
 OUTCOME = Outcome(
     work_id="w1",
@@ -283,3 +296,69 @@ def test_the_headroom_of_the_tightest_gpu_is_told_only_while_it_is_known(telemet
 
     telemetry.engine(view(), {}, sample_age_s=0.1)
     assert value(telemetry, "headrace_engine_vram_headroom_ratio", engine="e1") is None
+
+
+def test_goodput_counts_what_was_completed_inside_its_objective(telemetry: Telemetry) -> None:
+    telemetry.observe_outcome(OUTCOME, sla_met=True)
+    telemetry.observe_outcome(OUTCOME, sla_met=None)
+    telemetry.observe_outcome(OUTCOME, sla_met=False)
+    telemetry.observe_outcome(replace(OUTCOME, result=Result.ENGINE_FAILED, status=502), sla_met=None)
+
+    assert value(telemetry, "headrace_goodput_total", class_="interactive", model="m", tenant="acme") == 2
+
+
+def test_an_outcome_counts_for_its_engine_and_its_tenant(telemetry: Telemetry) -> None:
+    telemetry.observe_outcome(OUTCOME, sla_met=True, sequences=3)
+
+    of = {"engine": "e1", "class_": "interactive"}
+    assert value(telemetry, "headrace_engine_results_total", **of, result="completed") == 1
+    assert value(telemetry, "headrace_engine_relayed_tokens_total", **of) == 11
+    assert value(telemetry, "headrace_request_batch_size_sum", class_="interactive") == 3
+    assert value(telemetry, "headrace_tenant_ttft_seconds_count", class_="interactive", tenant="acme") == 1
+
+
+def test_counters_follow_the_engines_own_over_its_restarts(telemetry: Telemetry) -> None:
+    for total in (100.0, 130.0, None, 130.0, 7.0):
+        reading = Reading(total, 0.1, Quality.FRESH) if total is not None else UNKNOWN
+        telemetry.engine_counts(view(preemptions_total=reading))
+
+    assert value(telemetry, "headrace_engine_preemptions_total", engine="e1") == 37
+    assert value(telemetry, "headrace_engine_prompt_tokens_total", engine="e1") is None
+
+
+def test_the_guards_of_a_class_are_told_until_they_are_asked_no_more(telemetry: Telemetry) -> None:
+    refused = Verdict(False, (GuardReading(Guard.SEATS, 3, 8, True), GuardReading(Guard.KV, 120, 100, False)))
+    telemetry.guards({("e1", "bulk"): refused})
+
+    of = {"engine": "e1", "class_": "bulk"}
+    assert value(telemetry, "headrace_guard_value", **of, guard="kv") == 120
+    assert value(telemetry, "headrace_guard_threshold", **of, guard="seats") == 8
+    assert value(telemetry, "headrace_guard_binding", **of, guard="kv") == 1
+
+    telemetry.guards({})
+    assert not [name for name, _ in samples(telemetry) if name.startswith("headrace_guard")]
+
+
+@pytest.mark.parametrize(("forecast", "told"), [(256.0, 256), (math.inf, table.STEPS_BEYOND), (None, None)])
+def test_steps_to_overflow_are_told_as_far_as_they_are_forecast(
+    telemetry: Telemetry, forecast: float | None, told: int | None
+) -> None:
+    telemetry.engine(view(), {"bulk": Window(steps_to_overflow=forecast)}, sample_age_s=0.1)
+
+    assert value(telemetry, "headrace_steps_to_overflow", engine="e1") == told
+
+
+def test_a_call_that_the_store_did_not_answer_is_an_error_too(telemetry: Telemetry) -> None:
+    telemetry.redis_call("claim", 0.002, True)
+    telemetry.redis_call("claim", 2.0, False)
+
+    assert value(telemetry, "headrace_redis_round_trip_seconds_count", operation="claim") == 2
+    assert value(telemetry, "headrace_redis_errors_total", operation="claim") == 1
+
+
+def test_what_a_tenant_has_waiting_is_told_while_it_waits(telemetry: Telemetry) -> None:
+    telemetry.queue({"bulk": 5}, by_tenant={("bulk", "acme"): 5})
+    assert value(telemetry, "headrace_tenant_queued", class_="bulk", tenant="acme") == 5
+
+    telemetry.queue({"bulk": 0}, by_tenant={})
+    assert value(telemetry, "headrace_tenant_queued", class_="bulk", tenant="acme") is None

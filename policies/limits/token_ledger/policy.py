@@ -100,12 +100,12 @@ class TokenLedger:
         seats = whole_seats(engine.seats.value, engine.seats.quality)
         capacity = engine.kv_capacity_tokens.value
         tokens = None if capacity is None else int(guards.KV_SHARE * capacity)
+        steps = None if mine.capacity_tokens is None else mine.steps_to_overflow
         if class_name in self._objectives:
-            return Window(requests=seats, tokens=tokens)
+            return Window(requests=seats, tokens=tokens, steps_to_overflow=steps)
         limit = int(mine.growth.limit)
-        return Window(
-            requests=limit if seats is None else max(1, min(limit, seats - max(1, seats // 8))), tokens=tokens
-        )
+        requests = limit if seats is None else max(1, min(limit, seats - max(1, seats // 8)))
+        return Window(requests=requests, tokens=tokens, steps_to_overflow=steps)
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         """Learn from what happened."""
