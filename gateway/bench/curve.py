@@ -22,6 +22,7 @@ from backends.simulated import sequence as simulated
 from backends.simulated.engine import Engine
 from backends.simulated.profiles import EngineOptions, Profile, build_engine, build_static_engine
 from backends.simulated.sequence import EventKind
+from gateway.load.lengths import Workload
 from gateway.replay.chart import Line, Panel, svg
 from gateway.replay.figures import quantile
 
@@ -39,27 +40,6 @@ RULES = (
     "energy per token at 16 is a quarter more than at 2 or 4",
     "no more tokens per second past a batch of 64",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Mean lengths in tokens, and how far they vary: standard deviation over mean."""
-
-    prompt_tokens: float = 200.0
-    output_tokens: float = 250.0
-    cv: float = 0.8
-    seed: int = 1
-
-    def lengths(self) -> Iterator[tuple[int, int]]:
-        """(prompt_tokens, output_tokens) without end."""
-        dice = random.Random(self.seed)
-        sigma = math.sqrt(math.log1p(self.cv * self.cv))
-        while True:
-            prompt, output = (
-                max(1, round(dice.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)))
-                for mean in (self.prompt_tokens, self.output_tokens)
-            )
-            yield prompt, output
 
 
 WORKLOADS = {

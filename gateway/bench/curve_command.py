@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from backends.simulated.profiles import load_profile, profile_names
-from gateway.bench.curve import BATCHES, MODES, Point, Rule, Workload, curve, knee, picture, rules
+from gateway.bench.curve import BATCHES, MODES, Point, Rule, curve, knee, picture, rules
+from gateway.load.lengths import Workload
 from gateway.settings_file import SettingsError
 
 PIPED_WIDTH = 130

@@ -17,10 +17,10 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from gateway.demo.load import Load
-from gateway.demo.score import Figures, Score
 from gateway.demo.view import live_view, plain_line
 from gateway.demo.watch import GatewayPage, read_page
 from gateway.demo.workload import conversation, summarisation
+from gateway.load.score import Figures, Score
 
 SHOW_EVERY_S = 1.0
 CHAT_EVERY_S = 4.0
@@ -64,17 +64,20 @@ class Show:
         self._clock = clock
         self._started_s = clock()
         self._page = GatewayPage()
-        self._load = Load(session, stage.public_url, stage.model, {"interactive": Score(clock), "bulk": Score(clock)})
+        self._load = Load(stage.public_url, stage.model, {"interactive": Score(clock), "bulk": Score(clock)})
         self._said = ""
 
     async def play(self) -> None:
         """Send, watch and show until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._load.interactive(conversation(self._stage.rate)))
-            group.create_task(self._load.bulk(summarisation(), self._stage.bulk_clients))
-            group.create_task(self._screen())
-            if self._stage.chat_model:
-                group.create_task(self._chat())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._load.interactive(conversation(self._stage.rate)))
+                group.create_task(self._load.bulk(summarisation(), self._stage.bulk_clients))
+                group.create_task(self._screen())
+                if self._stage.chat_model:
+                    group.create_task(self._chat())
+        finally:
+            await self._load.close()
 
     async def _screen(self) -> None:
         for note in self._notes():

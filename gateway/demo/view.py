@@ -11,8 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from gateway.demo.score import Figures
 from gateway.demo.watch import EngineLine, GatewayPage
+from gateway.load.score import Figures
 
 BAR_CELLS = 20
 

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from backends.simulated.profiles import load_profile
-from gateway.demo.workload import prompt_text
+from gateway.load.text import prompt_text
 from gateway.replay.figures import quantile
 from gateway.replay.host import EngineSpec
 from gateway.replay.trace import Request, read_trace, segment

@@ -9,11 +9,10 @@ import re
 import socket
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -23,11 +22,13 @@ from backends.simulated.tokenizer import Tokenizer, shipped_tokenizer
 from gateway.demo.engines import EngineDidNotStart, engine_process
 from gateway.demo.load import Load
 from gateway.demo.ports import free_port
-from gateway.demo.score import RECENT_S, Figures, Score
 from gateway.demo.show import Stage
 from gateway.demo.view import live_view, plain_line
 from gateway.demo.watch import GatewayPage, parse_page
-from gateway.demo.workload import Arrival, Lengths, conversation, prompt_text, summarisation
+from gateway.demo.workload import conversation, summarisation
+from gateway.load.score import RECENT_S, Figures, Score
+from gateway.load.text import prompt_text
+from gateway.replay.trace import Request
 from gateway.settings_file import SettingsError
 from gateway.telemetry import Telemetry
 from policies.sizing import Window
@@ -52,16 +53,16 @@ class Stepped:
 def test_interactive_traffic_is_ten_minutes_of_the_trace_again_and_again() -> None:
     first, *_, last, again = islice(conversation(), 2868)
 
-    assert first == Arrival(0.0, Lengths(374, 44))
-    assert 590 < last.at_s < 600
-    assert again == Arrival(600.0, first.lengths)
+    assert first == Request(0.0, 374, 44, class_name="interactive")
+    assert 590 < last.arrival_s < 600
+    assert again == replace(first, arrival_s=600.0)
 
 
 def test_a_higher_rate_brings_the_same_requests_sooner() -> None:
     plain, denser = list(islice(conversation(), 100)), list(islice(conversation(2.0), 100))
 
-    assert [one.lengths for one in plain] == [one.lengths for one in denser]
-    assert denser[-1].at_s == pytest.approx(plain[-1].at_s / 2)
+    assert [one.prompt_tokens for one in plain] == [one.prompt_tokens for one in denser]
+    assert denser[-1].arrival_s == pytest.approx(plain[-1].arrival_s / 2)
 
 
 def test_bulk_never_ends() -> None:
@@ -95,24 +96,6 @@ def test_no_two_prompts_begin_alike() -> None:
 
 
 # What is counted.
-
-
-def test_a_score_judges_first_tokens_refusals_and_failures_against_the_objective() -> None:
-    score = Score(Stepped())
-    score.ttft_sla_s = 0.5
-    for _ in range(4):
-        score.start()
-
-    score.first_token(0.4)
-    score.complete()
-    score.first_token(0.6)
-    score.fail(began=True)
-    score.refuse()
-
-    figures = score.figures()
-    assert (figures.sent, figures.running, figures.completed, figures.refused, figures.failed) == (4, 1, 1, 1, 1)
-    assert figures.attained_fraction == pytest.approx(1 / 3)
-    assert figures.ttft_p50_s == pytest.approx(0.5)
 
 
 def test_a_score_forgets_what_is_not_recent() -> None:
@@ -154,46 +137,24 @@ class Public:
         return reply
 
 
-@pytest.fixture
-def public() -> Public:
-    return Public()
-
-
-@pytest.fixture
-async def load(public: Public) -> AsyncIterator[Load]:
+async def test_the_demos_clients_send_the_class_and_lengths_and_count_what_comes() -> None:
+    public, clock = Public(), asyncio.get_running_loop().time
     app = web.Application()
     app.router.add_post("/v1/chat/completions", public.chat)
-    clock = asyncio.get_running_loop().time
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        yield Load(session, str(server.make_url("")), "m", {"interactive": Score(clock), "bulk": Score(clock)})
+    async with TestServer(app) as server:
+        load = Load(str(server.make_url("")).rstrip("/"), "m", {"interactive": Score(clock), "bulk": Score(clock)})
+        score = load.scores["interactive"]
 
+        await load.interactive(Request(at, 50, 9 - n, class_name="interactive") for n, at in enumerate((0.0, 0.01)))
+        while score.completed < 2:
+            await asyncio.sleep(0.005)
+        await load.close()
 
-async def test_clients_send_the_class_and_lengths_and_count_what_comes(public: Public, load: Load) -> None:
-    await load.interactive([Arrival(0.0, Lengths(50, 9)), Arrival(0.01, Lengths(60, 8))])
-
-    figures = load.scores["interactive"].figures()
-    assert (figures.completed, figures.running) == (2, 0)
-    assert figures.tokens_per_s > 0
+    assert score.figures().tokens_per_s > 0
     assert [(name, body["max_tokens"], body["stream"]) for name, body in public.seen] == [
         ("interactive", 9, True),
         ("interactive", 8, True),
     ]
-
-
-async def test_an_error_event_is_a_failure_even_on_a_200(public: Public, load: Load) -> None:
-    public.tail = b'data: {"error":{"message":"engine lost"}}\n\n'
-
-    await load.send("bulk", Lengths(5, 5))
-
-    assert (load.scores["bulk"].failed, load.scores["bulk"].completed) == (1, 0)
-
-
-async def test_a_refused_client_waits_as_it_is_told(public: Public, load: Load) -> None:
-    public.status = 429
-
-    wait_s = await load.send("bulk", Lengths(5, 5))
-
-    assert (wait_s, load.scores["bulk"].refused) == (7.0, 1)
 
 
 # What is shown.

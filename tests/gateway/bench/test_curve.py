@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from backends.simulated.profiles import load_profile
-from gateway.bench.curve import CONTINUOUS, RULES, STATIC, Point, Workload, curve, judge, knee
+from gateway.bench.curve import CONTINUOUS, RULES, STATIC, Point, curve, judge, knee
 from gateway.cli import main
+from gateway.load.lengths import Workload
 
 H100 = load_profile("h100_llama31_8b_tp1")
 EVEN = Workload(prompt_tokens=16, output_tokens=200, cv=0.0)
