@@ -73,7 +73,9 @@ class Facts:
     wants_usage      the client itself asked for stream_options.include_usage
     prompt_tokens    estimate over all prompts, >= 0
     max_tokens       output limit per sequence (max_completion_tokens or max_tokens or max_new_tokens), None if absent
-    sequences        prompts x n, >= 1
+    inputs           prompts, texts or documents in the request's array of them; 1 without one
+    copies           n or best_of, >= 1
+    sequences        inputs x copies, >= 1
     service_tier     the OpenAI field; "" if absent
     """
 
@@ -82,6 +84,8 @@ class Facts:
     wants_usage: bool = False
     prompt_tokens: int = 0
     max_tokens: int | None = None
+    inputs: int = 1
+    copies: int = 1
     sequences: int = 1
     service_tier: str = ""
     previous_response_id: str | None = None

@@ -102,6 +102,9 @@ RETRIES = _requests.counter(
 REQUEST_BATCH = _requests.histogram(
     "headrace_request_batch_size", SIZE_BUCKETS, "Sequences that one request asks for (prompts x n).", "class", unit=""
 )
+REQUEST_PARTS = _requests.counter(
+    "headrace_request_parts_total", "", "Works that are parts of a larger request, which was split.", "class"
+)
 
 _latency = Section("Latency")
 QUEUE_WAIT = _latency.histogram(

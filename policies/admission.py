@@ -30,15 +30,20 @@ class Shed:
     message: str
 
 
-def admit(class_name: str, *, depth: int, policy: Policy, served_per_s: float | None, draw: float) -> Shed | None:
-    """Refuse a work when its class already holds max_queue waiting works, else None.
+def admit(
+    class_name: str, *, depth: int, policy: Policy, served_per_s: float | None, draw: float, works: int = 1
+) -> Shed | None:
+    """Refuse a request when its class already holds max_queue waiting works, else None.
 
+    works          that the request will let wait at a time; all of them find room or none, but an empty queue takes any
     depth          works of the class waiting now, without this one
     served_per_s   works of the class that leave the queue per second, as observed; None: unknown
     draw           uniform in [0, 1)
     """
     bound = policy.class_policy(class_name).max_queue
-    return shed(class_name, depth=depth, bound=bound, served_per_s=served_per_s, draw=draw) if depth >= bound else None
+    if depth + works - 1 < bound or not depth:
+        return None
+    return shed(class_name, depth=depth, bound=bound, served_per_s=served_per_s, draw=draw)
 
 
 def shed(class_name: str, *, depth: int, bound: int, served_per_s: float | None, draw: float) -> Shed:

@@ -85,7 +85,12 @@ def classify(
         capped = _capped(class_name, cap or "", policy)
         if capped != class_name:
             class_name, reason = capped, f"{reason}; capped by {source}"
-    objective_s = policy.class_policy(class_name).ttft_objective_s(facts.prompt_tokens)
+    return placed(class_name, reason, policy, prompt_tokens=facts.prompt_tokens, accepted_s=accepted_s)
+
+
+def placed(class_name: str, reason: str, policy: Policy, *, prompt_tokens: int, accepted_s: float) -> Classified:
+    """What follows from a class for a work of that size."""
+    objective_s = policy.class_policy(class_name).ttft_objective_s(prompt_tokens)
     deadline_s = None if objective_s is None else accepted_s + objective_s
     return Classified(class_name, reason, deadline_s, accepted_s if deadline_s is None else deadline_s)
 

@@ -37,6 +37,11 @@ TenantName = Annotated[str, Field(strict=True, min_length=1, max_length=128)]
 
 STRICT = ConfigDict(extra="forbid")
 
+URGENT_BATCH = 8
+"""Inputs of one work of a class with a TTFT objective: its first tokens come as fast as one prompt's, nearly."""
+PATIENT_BATCH = 64
+"""Inputs of one work of a class without: enough to fill an engine, few enough to end before the next decision matters."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClassPolicy:
@@ -45,6 +50,8 @@ class ClassPolicy:
     ttft_sla_s                time from accepted to first token that a client is promised; None: no objective
     ttft_sla_per_1k_tokens_s  added to it per 1,000 prompt tokens, since a long prompt cannot be fast
     tpot_sla_s                mean gap between tokens that its answers may have; None: no objective
+    max_request_batch         prompts, texts or documents that one work may carry; a request with more is split.
+                              None: 8 with an objective, 64 without
     max_queue                 works that may wait; the next one is shed with 429
     max_wait_s                longest wait in our queue before a work is answered 503
     max_age_s                 without an objective: works about to be older go first; None: none does
@@ -56,6 +63,7 @@ class ClassPolicy:
     ttft_sla_s: Seconds | None = None
     ttft_sla_per_1k_tokens_s: SecondsFromZero = 0.0
     tpot_sla_s: Seconds | None = None
+    max_request_batch: Count | None = None
     max_queue: Count = 1000
     max_wait_s: Seconds = 120.0
     max_age_s: Seconds | None = 120.0
@@ -65,6 +73,11 @@ class ClassPolicy:
     def has_ttft_objective(self) -> bool:
         """True for a class whose works are ordered by deadline."""
         return self.ttft_sla_s is not None
+
+    @property
+    def inputs_max(self) -> int:
+        """`max_request_batch`, or what it comes to."""
+        return self.max_request_batch or (URGENT_BATCH if self.has_ttft_objective else PATIENT_BATCH)
 
     def ttft_objective_s(self, prompt_tokens: int) -> float | None:
         """Seconds from accepted to the first token's deadline for a prompt of this size; None without objective."""

@@ -368,7 +368,7 @@ class Owner:
         """Enqueue is idempotent: works that the store still has answer QUEUED and change nothing."""
         for start in range(0, len(works), SETTLE_BATCH):
             batch = [work for work in works[start : start + SETTLE_BATCH] if work.id in self._waiting]
-            unbounded = {work.class_name: _NO_BOUND for work in batch}
+            unbounded = {work.class_name: NO_BOUND for work in batch}
             for work in batch:
                 self._entries.setdefault(work.id, work.attempt)
             await self._queue.enqueue_many(
@@ -379,5 +379,5 @@ class Owner:
         return f"<Owner waiting={len(self._waiting)} entries={len(self._entries)} to settle={len(self._settle)}>"
 
 
-_NO_BOUND = 1 << 30
+NO_BOUND = 1 << 30
 """A work that was accepted once is never refused when it is written again."""

@@ -35,7 +35,7 @@ from gateway.dispatch.faults import (
     truncated,
     unasked_coding,
 )
-from gateway.dispatch.reply import STREAM_HEADERS, Reply
+from gateway.dispatch.reply import STREAM_HEADERS, Outlet
 from gateway.exchange import Exchange
 from gateway.ingress.headers import accepts_coding
 from gateway.settings import Timeouts
@@ -112,7 +112,7 @@ class Relay:
     def __init__(
         self,
         exchange: Exchange,
-        reply: Reply,
+        reply: Outlet,
         *,
         engine: str,
         clock: Clock,

@@ -12,6 +12,7 @@ Everything that reaches the client goes through here, so this is where these pro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from gateway.clock import Clock
 from gateway.errors import Refusal, render_body, render_event
@@ -22,6 +23,26 @@ from gateway.settings import Timeouts
 STREAM_HEADERS = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 _EARLY_STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), *STREAM_HEADERS)
 _COMMENT = b": waiting for an engine\n\n"
+
+
+class Outlet(Protocol):
+    """Where the answer to one work goes: a client's `Reply`, or its part of one (`gateway.dispatch.assembly`)."""
+
+    status: int
+    first_content_s: float | None
+    cut_reason: str
+
+    @property
+    def opened(self) -> bool: ...
+    @property
+    def paused(self) -> bool: ...
+    def follow(self, on_pause: Callable[[], None], on_resume: Callable[[], None]) -> None: ...
+    def unfollow(self) -> None: ...
+    def open(self, status: int, headers: Sequence[tuple[str, str]], content_length: int | None = None) -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def finish(self) -> None: ...
+    def fail(self, refusal: Refusal, *, sequence_number: int = 0, mid_event: bool = False) -> None: ...
+    def relay_error(self, refusal: Refusal, body: bytes, content_type: str) -> None: ...
 
 
 class Reply:

@@ -22,36 +22,43 @@ from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
 from gateway.control.roster import Roster
 from gateway.dispatch.affinity import Affinity
+from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.faults import Fault
 from gateway.dispatch.flow import Flow
-from gateway.dispatch.owner import Owner, QueueFull
+from gateway.dispatch.owner import NO_BOUND, Owner, QueueFull
 from gateway.dispatch.relay import AttemptEnd, Relay
-from gateway.dispatch.reply import Reply
+from gateway.dispatch.reply import Outlet, Reply
 from gateway.dispatch.watchdog import Watchdog
 from gateway.errors import Refusal, model_not_found
 from gateway.exchange import Exchange
 from gateway.ingress.body_edits import edited
-from gateway.instruments import ITL
+from gateway.instruments import ITL, REQUEST_PARTS
 from gateway.logs import Log
 from gateway.queue.base import QueueUnavailable
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from policies.admission import admit, retry_after_s, shed
-from policies.classify import Caller, UnknownClass, classify
+from policies.classify import Caller, Classified, UnknownClass, classify, placed
 from policies.schema import Policy
 from policies.vocabulary import EngineState, Grant, Outcome, Result, Work
 
 MAX_ATTEMPTS = 2
 NO_ENGINE_RETRY_S = 5.0
+RANK_STEP_S = 1e-6
+"""Between the ranks of two parts of one request: keeps them in order, and lets nobody pass who came a moment later."""
 _USAGE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
 @dataclass(slots=True)
 class _Course:
-    """What became of one exchange so far; its `Outcome` is made from it at the end."""
+    """What became of one work so far; its `Outcome` is made from it at the end.
+
+    accepted   it is part of a request that was admitted: no bound on waiting works refuses it any more
+    """
 
     work: Work
+    accepted: bool = False
     grant: Grant | None = None
     attempts: int = 0
     granted_s: float | None = None
@@ -114,9 +121,20 @@ class Service:
             await self._stored(exchange, reply)
             return
         policy = self._store.current
-        course = _Course(self._work(exchange, policy))
-        self._request_ids[exchange.request_id] += 1
+        found = self._classified(exchange, policy)
+        batch = split(exchange, policy.class_policy(found.class_name).inputs_max)
         self._watchdog.add(reply)
+        try:
+            if batch is None:
+                await self._serve_work(exchange, reply, _Course(self._work(exchange, found)), policy)
+            else:
+                await self._serve_parts(batch, reply, found, policy)
+        finally:
+            self._watchdog.discard(reply)
+
+    async def _serve_work(self, exchange: Exchange, reply: Outlet, course: _Course, policy: Policy) -> None:
+        """Carry one work to its outcome."""
+        self._request_ids[exchange.request_id] += 1
         try:
             await self._carry(exchange, reply, course, policy)
         except Refusal as refusal:
@@ -133,25 +151,77 @@ class Service:
             course.reason = "internal_error"
             raise
         finally:
-            self._watchdog.discard(reply)
             self._request_ids[exchange.request_id] -= 1
             if not self._request_ids[exchange.request_id]:
                 del self._request_ids[exchange.request_id]
             self._settle(exchange, reply, course, policy)
 
+    async def _serve_parts(self, batch: Batch, reply: Reply, found: Classified, policy: Policy) -> None:
+        """Carry a request batch in parts, each a work, and its answer as one. It is admitted, or refused, as a whole."""
+        exchange = batch.exchange
+        course = _Course(self._work(exchange, found))
+        try:
+            self._admit(course, policy, works=min(len(batch), PARTS_AT_ONCE))
+        except Refusal as refusal:
+            course.reason = refusal.reason
+            reply.fail(refusal)
+            self._settle(exchange, reply, course, policy)
+            return
+        self._telemetry.add(REQUEST_PARTS, len(batch), found.class_name)
+        assembly = Assembly(batch, reply, self._clock)
+        try:
+            async with asyncio.timeout(self._timeouts.total_s), asyncio.TaskGroup() as group:
+                watch = group.create_task(assembly.watch(), name="watch a request batch")
+                tasks = []
+                for number in range(len(batch)):
+                    part = await assembly.start(number)
+                    work = self._work(part.exchange, self._placed(part.exchange, found, number, policy))
+                    part_course = _Course(work, accepted=True)
+                    tasks.append(group.create_task(self._serve_work(part.exchange, part, part_course, policy)))
+                await asyncio.wait(tasks)
+                watch.cancel()
+        except* PartFailed:
+            pass
+        except* TimeoutError:
+            message = f"the request's parts took longer than total_s = {self._timeouts.total_s:g} s; send fewer inputs"
+            assembly.failed(Refusal(504, message, "timeout_error", "total"), None, "")
+        assembly.end()
+
+    def _placed(self, part: Exchange, whole: Classified, number: int, policy: Policy) -> Classified:
+        """Class and deadline of a part: the whole's, for its own size; its rank keeps the parts in order."""
+        found = placed(
+            whole.class_name,
+            whole.reason,
+            policy,
+            prompt_tokens=part.facts.prompt_tokens,
+            accepted_s=self._accepted_pool_s(part),
+        )
+        return replace(found, rank=found.rank + number * RANK_STEP_S)
+
     # -- before the queue ------------------------------------------------------------------------------------------
 
-    def _work(self, exchange: Exchange, policy: Policy) -> Work:
-        """What the queue will order. Raises Refusal for a class or a model that is not there."""
-        facts = exchange.facts
-        model = self._aliases.get(facts.model, facts.model)
-        accepted_s = self._clock.pool_s() - (self._clock.now_s() - exchange.accepted_s)
+    def _classified(self, exchange: Exchange, policy: Policy) -> Classified:
+        """The class of a request. Raises Refusal for one that is not there."""
         caller = Caller(exchange.tenant, exchange.key_id, exchange.max_class, exchange.path)
         try:
-            found = classify(facts, headers=exchange.rule_headers, caller=caller, policy=policy, accepted_s=accepted_s)
+            found = classify(
+                exchange.facts,
+                headers=exchange.rule_headers,
+                caller=caller,
+                policy=policy,
+                accepted_s=self._accepted_pool_s(exchange),
+            )
         except UnknownClass as error:
             raise Refusal(400, str(error), reason="unknown_class", param=error.header) from None
         exchange.response_headers.append(("x-headrace-class", found.class_name))
+        return found
+
+    def _accepted_pool_s(self, exchange: Exchange) -> float:
+        return self._clock.pool_s() - (self._clock.now_s() - exchange.accepted_s)
+
+    def _work(self, exchange: Exchange, found: Classified) -> Work:
+        """What the queue will order. Raises Refusal for a stored response that is not known."""
+        facts = exchange.facts
         pinned = None
         if facts.previous_response_id is not None:
             pinned = self._keeper(facts.previous_response_id)
@@ -159,9 +229,9 @@ class Service:
             id=next(self._ids),
             class_name=found.class_name,
             tenant=exchange.tenant,
-            model=model,
+            model=self._aliases.get(facts.model, facts.model),
             path=exchange.path,
-            accepted_s=accepted_s,
+            accepted_s=self._accepted_pool_s(exchange),
             rank=found.rank,
             prompt_tokens=facts.prompt_tokens,
             max_tokens=facts.max_tokens,
@@ -182,19 +252,22 @@ class Service:
             )
         return engine
 
-    def _admit(self, course: _Course, policy: Policy) -> None:
-        """Refuse what no engine can take now, and what its class has no room for."""
+    def _admit(self, course: _Course, policy: Policy, works: int = 1) -> None:
+        """Refuse what no engine can take now, and what its class has no room for: so many works at a time."""
         work = course.work
         if not self._somebody_serves(work):
             refusal = self._nobody(work)
             course.result = Result.CLIENT_ERROR if refusal.status == 404 else Result.UNAVAILABLE
             raise refusal
+        if course.accepted:
+            return
         refused = admit(
             work.class_name,
             depth=self._dispatcher.depth(work.class_name),
             policy=policy,
             served_per_s=self._flow.per_s(work.class_name, self._clock.now_s()),
             draw=self._rng.random(),
+            works=works,
         )
         if refused is not None:
             course.result = Result.SHED
@@ -228,7 +301,7 @@ class Service:
 
     # -- waiting and trying ----------------------------------------------------------------------------------------
 
-    async def _carry(self, exchange: Exchange, reply: Reply, course: _Course, policy: Policy) -> None:
+    async def _carry(self, exchange: Exchange, reply: Outlet, course: _Course, policy: Policy) -> None:
         self._admit(course, policy)
         while True:
             work = course.work
@@ -263,7 +336,7 @@ class Service:
     async def _wait(self, exchange: Exchange, course: _Course, policy: Policy) -> Grant:
         """Wait in the queue for a grant, as long as the class, the client and the kind of answer allow."""
         work = course.work
-        bounds = {name: one.max_queue for name, one in policy.classes.items()}
+        bounds = {name: NO_BOUND if course.accepted else one.max_queue for name, one in policy.classes.items()}
         bound_s, timer = self._patience(exchange, policy.class_policy(work.class_name).max_wait_s)
         left_s = exchange.accepted_s + bound_s - self._clock.now_s()
         try:
@@ -314,7 +387,7 @@ class Service:
             bounds.append((exchange.read_timeout_s * 0.9, "the client's own time-out, less a tenth,"))
         return min(bounds)
 
-    async def _attempt(self, exchange: Exchange, reply: Reply, course: _Course, grant: Grant) -> AttemptEnd:
+    async def _attempt(self, exchange: Exchange, reply: Outlet, course: _Course, grant: Grant) -> AttemptEnd:
         """One try on one engine. The engine's call never outlives this."""
         work = course.work
         engine = self._roster[grant.engine]
@@ -411,7 +484,7 @@ class Service:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def _settle(self, exchange: Exchange, reply: Reply, course: _Course, policy: Policy) -> None:
+    def _settle(self, exchange: Exchange, reply: Outlet, course: _Course, policy: Policy) -> None:
         """The exchange's one outcome."""
         now_s = self._clock.now_s()
         accepted_s, first_s, work = exchange.accepted_s, reply.first_content_s, course.work
@@ -475,7 +548,7 @@ def _asks_usage(exchange: Exchange, backend: Backend) -> bool:
     )
 
 
-def _tell(reply: Reply, fault: Fault) -> None:
+def _tell(reply: Outlet, fault: Fault) -> None:
     if fault.body is None:
         reply.fail(fault.refusal)
     else:

@@ -9,26 +9,21 @@ Each is made only where the engine's adapter declares the capability, and what a
 again before the client sees it. Everything outside the spliced members stays the client's bytes: number formats, key
 order, white space, unknown fields.
 
-The scanner below relies on the body being valid JSON with an object on top (`gateway.ingress.facts` has parsed it), and
-then is exact: escapes, nesting, white space, and keys written twice (readers differ in which one counts, so all are
-replaced).
+The scanner (`backends.dialects.scan`) relies on the body being valid JSON with an object on top (`gateway.ingress.facts`
+has parsed it), and then is exact. Of a key written twice (readers differ in which one counts) all are replaced.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import orjson
 
+from backends.dialects.scan import members, skip_space
 from gateway.ingress.multipart import renamed
 
-_STRUCTURE = re.compile(rb'["{}\[\]]')
-_SPACE = re.compile(rb"[ \t\r\n]*")
-_SCALAR = re.compile(rb"[^,}\] \t\r\n]+")
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
-_QUOTE, _COMMA, _BACKSLASH = b'",\\'
-_OPENING = frozenset(b"{[")
 _MERGED = frozenset({"stream_options"})
 
 
@@ -82,21 +77,6 @@ def splice(body: bytes, edits: Mapping[str, bytes]) -> bytes:
     return _inserted(b"".join(pieces), absent)
 
 
-def members(body: bytes) -> Iterator[tuple[str, int, int]]:
-    """Key, start and end of each top-level value, in order. The body must be valid JSON with an object on top."""
-    at = _skip_space(body, body.index(b"{") + 1)
-    while body[at] == _QUOTE:
-        key_end = _string_end(body, at)
-        key = orjson.loads(body[at:key_end]) if _BACKSLASH in body[at:key_end] else body[at + 1 : key_end - 1].decode()
-        start = _skip_space(body, _skip_space(body, key_end) + 1)
-        end = _value_end(body, start)
-        yield key, start, end
-        at = _skip_space(body, end)
-        if body[at] != _COMMA:
-            return
-        at = _skip_space(body, at + 1)
-
-
 def _may_hold(body: bytes, key: str) -> bool:
     """False when the key certainly is not there. An escape may hide one."""
     return b'"%b"' % key.encode() in body or b"\\u" in body
@@ -107,7 +87,7 @@ def _inserted(body: bytes, edits: Mapping[str, bytes]) -> bytes:
     if not edits:
         return body
     end = body.rindex(b"}")
-    empty = _skip_space(body, body.index(b"{") + 1) == end
+    empty = skip_space(body, body.index(b"{") + 1) == end
     added = b",".join(b"%b:%b" % (orjson.dumps(key), value) for key, value in edits.items())
     return b"%b%b%b%b" % (body[:end], b"" if empty else b",", added, body[end:])
 
@@ -119,43 +99,3 @@ def _merged(old: bytes, new: bytes) -> bytes:
     if not old.startswith(b"{"):
         return old
     return splice(old, {key: new[start:end] for key, start, end in members(new)})
-
-
-def _skip_space(body: bytes, at: int) -> int:
-    found = _SPACE.match(body, at)
-    return found.end() if found else at
-
-
-def _string_end(body: bytes, at: int) -> int:
-    """Index past the closing quote of the string that opens at `at`."""
-    while True:
-        at = body.index(b'"', at + 1)
-        before = at - 1
-        while body[before] == _BACKSLASH:
-            before -= 1
-        if (at - before) % 2:
-            return at + 1
-
-
-def _value_end(body: bytes, at: int) -> int:
-    first = body[at]
-    if first == _QUOTE:
-        return _string_end(body, at)
-    if first not in _OPENING:
-        found = _SCALAR.match(body, at)
-        return found.end() if found else at
-    depth = 0
-    while True:
-        found = _STRUCTURE.search(body, at)
-        if found is None:
-            raise ValueError("body is not valid JSON: expected a closing bracket; parse it before editing")
-        at = found.end()
-        mark = body[found.start()]
-        if mark == _QUOTE:
-            at = _string_end(body, found.start())
-        elif mark in _OPENING:
-            depth += 1
-        else:
-            depth -= 1
-            if not depth:
-                return at

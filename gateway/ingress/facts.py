@@ -41,6 +41,7 @@ _PROMPT_FIELDS = (
     "text_2",
 )
 _LIST_FIELDS = ("prompt", "inputs", "documents", "texts", "text_2")
+_INPUT_LISTS = frozenset({"/v1/embeddings", "/pooling", "/classify"})
 _LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
 _MEDIA_KEYS = frozenset({"image_url", "input_audio", "video_url", "audio_url", "image", "source", "file_data"})
 
@@ -76,13 +77,17 @@ def read_json(
     parameters = fields.get("parameters")
     tier = fields.get("service_tier")
     previous = fields.get("previous_response_id")
+    inputs = _inputs(fields, path)
+    copies = _copies(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {})
     return Facts(
         model=_model(fields, default_model),
         stream=always_stream or fields.get("stream") is True,
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        prompt_tokens=_prompt_tokens(fields),
+        prompt_tokens=_prompt_tokens(fields) + (inputs - 1) * _repeated_tokens(fields),
         max_tokens=_limit(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {}),
-        sequences=_sequences(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {}, path),
+        inputs=inputs,
+        copies=copies,
+        sequences=min(inputs * copies, SEQUENCES_MAX),
         service_tier=tier if isinstance(tier, str) else "",
         previous_response_id=previous if isinstance(previous, str) else None,
     )
@@ -125,9 +130,13 @@ def _model(fields: _Object, default_model: str | None) -> str:
 
 
 def _prompt_tokens(fields: _Object) -> int:
-    """Estimate over all prompts. Iterative: the body's nesting is the client's choice."""
+    """Estimate over all prompts."""
+    return _tokens_in([fields[name] for name in _PROMPT_FIELDS if name in fields])
+
+
+def _tokens_in(waiting: list[object]) -> int:
+    """Estimate over values of any form. Iterative: the body's nesting is the client's choice."""
     text_bytes = tokens = 0
-    waiting = [fields[name] for name in _PROMPT_FIELDS if name in fields]
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):
@@ -156,18 +165,29 @@ def _limit(fields: _Object, parameters: _Object) -> int | None:
     return None
 
 
-def _sequences(fields: _Object, parameters: _Object, path: str) -> int:
-    """Prompts x n, bounded: an absurd n is the engine's to refuse, not a reason to wait for ever."""
-    prompts = 1
-    for name in _LIST_FIELDS if path != "/v1/embeddings" else (*_LIST_FIELDS, "input"):
+def _inputs(fields: _Object, path: str) -> int:
+    """How many inputs an array of them holds: 1 for a list of token ids, and for one of messages."""
+    inputs = 1
+    for name in _LIST_FIELDS if path not in _INPUT_LISTS else (*_LIST_FIELDS, "input"):
         value = fields.get(name)
         if isinstance(value, list) and value and type(value[0]) is not int and not isinstance(value[0], dict):
-            prompts = max(prompts, len(value))
+            inputs = max(inputs, len(value))
+    return inputs
+
+
+def _copies(fields: _Object, parameters: _Object) -> int:
+    """Answers to each input, bounded: an absurd n is the engine's to refuse, not a reason to wait for ever."""
     copies = 1
     for value in (fields.get("n"), fields.get("best_of"), parameters.get("best_of")):
         if type(value) is int:
             copies = max(copies, value)
-    return min(prompts * copies, SEQUENCES_MAX)
+    return min(copies, SEQUENCES_MAX)
+
+
+def _repeated_tokens(fields: _Object) -> int:
+    """What goes into an engine anew with each input: the query of a rerank, the one text of a score."""
+    texts = (fields.get(name) for name in ("query", "text_1"))
+    return sum(_tokens_in([text]) for text in texts if isinstance(text, str))
 
 
 _KINDS = {list: "array", dict: "object", str: "string", bool: "boolean", int: "number", float: "number"}

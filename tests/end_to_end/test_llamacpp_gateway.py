@@ -175,3 +175,33 @@ async def test_both_classes_wait_in_their_own_queue_and_all_are_answered(served:
 
 async def _waiting(served: Served, class_name: str, at_least: int) -> bool:
     return await served.total("headrace_queued", f'class="{class_name}"') >= at_least
+
+
+async def test_an_array_of_prompts_goes_to_a_real_engine_in_parts_and_comes_back_in_order(served: Served) -> None:
+    prompts = [f"The number after {number} is" for number in range(10)]
+    ask = {"model": MODEL, "prompt": prompts, "max_tokens": 3, "temperature": 0}
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        whole = (await http.post(f"{served.engine.url}/v1/completions", json=ask)).json()
+        split = await http.post(
+            f"{served.gateway.public_url}/v1/completions", json=ask, headers={"X-Headrace-Class": "interactive"}
+        )
+
+    assert split.headers["x-headrace-parts"] == "2"
+    answer = split.json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(10))
+    assert [choice["text"] for choice in answer["choices"]] == [choice["text"] for choice in whole["choices"]]
+
+
+async def test_a_stream_of_parts_of_a_real_engine_ends_once_with_every_index(served: Served) -> None:
+    prompts = [f"The number after {number} is" for number in range(10)]
+    ended: list[int] = []
+    ids = set()
+
+    async for chunk in await served.client.completions.create(
+        model=MODEL, prompt=prompts, max_tokens=3, temperature=0, stream=True
+    ):
+        ids.add(chunk.id)
+        ended += [choice.index for choice in chunk.choices if choice.finish_reason]
+
+    assert sorted(ended) == list(range(10))
+    assert len(ids) == 1

@@ -24,6 +24,15 @@ def test_a_work_may_wait_while_the_class_is_below_its_bound() -> None:
     assert at(999) is None
 
 
+@pytest.mark.parametrize(
+    ("depth", "works", "fits"), [(968, 32, True), (969, 32, False), (0, 2000, True), (1, 1000, False)]
+)
+def test_the_works_of_one_request_find_room_together_or_none_does(depth: int, works: int, fits: bool) -> None:
+    refused = admit("interactive", depth=depth, policy=BALANCED, served_per_s=50.0, draw=0.5, works=works)
+
+    assert (refused is None) is fits
+
+
 def test_a_work_past_the_bound_is_shed_with_the_bound_and_the_hint_told() -> None:
     refused = at(1000)
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.ingress.body_edits import edited, members, splice
+from backends.dialects.scan import members
+from gateway.ingress.body_edits import edited, splice
 
 KEYS = ("model", "stream_options", "priority", "return_token_ids", "temperature", 'quo"te', "back\\slash", "ключ", "")
 scalars = (

@@ -176,7 +176,7 @@ def test_tgi_parameters_and_default_model_are_read() -> None:
 
     read = read_json(body, path="/generate_stream", always_stream=True, default_model="only")
 
-    assert read == Facts("only", stream=True, prompt_tokens=10, max_tokens=5, sequences=2)
+    assert read == Facts("only", stream=True, prompt_tokens=10, max_tokens=5, copies=2, sequences=2)
 
 
 def test_the_fields_for_routing_are_read() -> None:
