@@ -48,6 +48,7 @@ from gateway.instruments import (
     BODIES_HELD,
     CLOCK_ERROR,
     CONNECTIONS,
+    EVENTS_DROPPED,
     GPU_ENERGY,
     LEADER,
     LEADER_EPOCH,
@@ -369,10 +370,13 @@ class Gateway:
 
     async def _watch_lag(self) -> None:
         lag = self.telemetry.keep(LOOP_LAG)
+        dropped = 0
         while True:
             due_s = self._clock.now_s() + LAG_EVERY_S
             await asyncio.sleep(LAG_EVERY_S)
             lag.observe(max(0.0, self._clock.now_s() - due_s))
+            before, dropped = dropped, self.dispatcher.events_dropped
+            self.telemetry.add(EVENTS_DROPPED, dropped - before)
 
     # -- what is told to operators ---------------------------------------------------------------------------------
 

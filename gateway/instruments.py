@@ -348,6 +348,11 @@ POLICY_INFO = _policy.gauge("headrace_policy_info", "", "1 for the content hash 
 _process = Section("Processes")
 CONNECTIONS = _process.gauge("headrace_client_connections", "", "Open client connections.", merge=Merge.SUM)
 BODIES_HELD = _process.gauge("headrace_bodies_held_bytes", "bytes", "Request bodies held in memory.", merge=Merge.SUM)
+EVENTS_DROPPED = _process.counter(
+    "headrace_attempt_events_dropped_total",
+    "",
+    "Beginnings, first tokens and ends of attempts in other processes that no leader could learn from.",
+)
 LOOP_LAG = _process.histogram("headrace_loop_lag_seconds", STEP_BUCKETS_S, "How late the event loop ran a timer.")
 BUILD_INFO = _process.gauge("headrace_build_info", "", "1 for the running version.", "version", merge=Merge.MAX)
 WORKER_UP = _process.gauge("headrace_worker_up", "", "1 for a worker that answers; 0 while it does not.", "worker")

@@ -29,8 +29,9 @@ from gateway.control.policy_store import PolicyStore
 from gateway.control.presence import Presence
 from gateway.control.roster import Roster
 from gateway.dispatch.credit import CreditBook
-from gateway.dispatch.ledger import Entry, Ledger, Progress
-from gateway.dispatch.steward import Steward
+from gateway.dispatch.journal import Journal
+from gateway.dispatch.ledger import Ledger, Progress
+from gateway.dispatch.steward import Hearing, Steward
 from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport
 from policies.dispatching import Placement, place_one, plan_round
 from policies.estimators.pace import Pace
@@ -79,6 +80,7 @@ class Dispatcher:
         "_deliver",
         "_depths",
         "_in_vain",
+        "_journal",
         "_latest",
         "_ledger",
         "_looked_at",
@@ -124,6 +126,7 @@ class Dispatcher:
         self._sizing = sizing
         self._roster = roster
         self._ledger = ledger
+        self._journal = Journal(ledger)
         self._steward = steward
         self._credit = credit
         self._clock = clock
@@ -180,6 +183,7 @@ class Dispatcher:
         if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:
             self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
             self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
+        self._journal.began(work, grant.engine, grant.attempt, self._presence.now_ms())
 
     def honours(self, grant: Grant) -> bool:
         """Whether a grant may be used: not expired on anybody's clock, not replaced by a leader that we heard of, for an
@@ -193,7 +197,23 @@ class Dispatcher:
 
     def report(self, grants_seq: int) -> SessionReport:
         """What this process runs, as its session reports it; grants_seq: the last grant that was taken up."""
-        return SessionReport(self._ledger.running_here(), dict(self._credit.started), grants_seq)
+        epoch = 0 if self._presence.epoch or self._presence.sole else self._credit.epoch
+        events = self._journal.to_tell(epoch, self._presence.now_ms())
+        return SessionReport(self._ledger.running_here(), dict(self._credit.started), grants_seq, events=events)
+
+    def renewed(self) -> None:
+        """The last report has arrived."""
+        self._journal.answered()
+
+    def registered(self) -> None:
+        """Our session is another one."""
+        self._credit.lost()
+        self._journal.registered()
+
+    @property
+    def events_dropped(self) -> int:
+        """Events of attempts that no leader could learn from: dropped here, or on the way here while this process led."""
+        return self._journal.dropped + self._steward.missed
 
     def entered(self, work: Work) -> None:
         """A work began to wait in the queue."""
@@ -211,25 +231,25 @@ class Dispatcher:
     def first_token(self, work: Work, grant: Grant, engine_ttft_s: float) -> None:
         """An attempt showed its first token."""
         self._ledger[grant.engine].first_token(grant.work_id, grant.attempt)
-        self._pace.first_token(grant.work_id, grant.attempt, self._clock.pool_s())
-        self._sizing.on_event(FirstToken(work, grant.engine, engine_ttft_s, grant.attempt), self._clock.pool_s())
+        now_s = self._clock.pool_s()
+        self._journal.first_token(grant.work_id, grant.attempt, engine_ttft_s, int(now_s * 1000))
+        self._learn(now_s, FirstToken(work, grant.engine, engine_ttft_s, grant.attempt))
         self.wake_if_waiting()
 
     def finished(self, work: Work, grant: Grant, outcome: Outcome | None) -> None:
         """An attempt ended, or its grant will not be used; frees its place. Idempotent per attempt."""
-        self._pace.ended(grant.work_id, grant.attempt)
         if self._ledger[grant.engine].remove(grant.work_id, grant.attempt):
             now_s = self._clock.pool_s()
             self._known(grant)
-            self._sizing.on_event(Finished(work, grant.engine, outcome, grant.attempt), now_s)
-            self.tenants.on_event(work, outcome)
+            self._journal.ended(grant.work_id, grant.attempt, outcome, int(now_s * 1000))
+            self._learn(now_s, Finished(work, grant.engine, outcome, grant.attempt))
             self.wake_if_waiting()
             if not self._presence.sole:
                 self._presence.hurry()
 
     def ended(self, sessions: Iterable[str]) -> None:
         """Processes of the pool are over, by the ids of their sessions."""
-        self._hand_over(self._steward.ended(sessions))
+        self._take_in(self._steward.ended(sessions))
         self.wake()
 
     def wake(self) -> None:
@@ -299,7 +319,7 @@ class Dispatcher:
         if self._took_over != self._presence.epoch:
             await self._take_over()
         elif not self._steward.alone:
-            self._hand_over(await self._steward.hear())
+            self._take_in(await self._steward.hear())
         policy = self._store.current
         bounds = {name: LOOK_AHEAD_TTFT_CLASS for name, one in policy.classes.items() if one.has_ttft_objective}
         waiting = await self._queue.peek(bounds=bounds, default_bound=LOOK_AHEAD_OTHER, now_ms=self._presence.now_ms())
@@ -374,9 +394,21 @@ class Dispatcher:
     def _count(self, work: Work, engine: str, attempt: int, now_s: float) -> None:
         """Count an attempt from now on: in the ledger, and with whoever decides by what runs."""
         self._ledger[engine].add(work, attempt, now_s)
-        self._pace.granted(engine, work.id, attempt, work.prompt_tokens, now_s)
-        self._sizing.on_event(Granted(work, engine, attempt), now_s)
+        self._learn(now_s, Granted(work, engine, attempt))
         self._latest[work.class_name] = work
+
+    def _learn(self, at_s: float, event: Granted | FirstToken | Finished) -> None:
+        """Tell whoever decides by what happens to single attempts, here or in another process."""
+        work = event.work
+        match event:
+            case Granted():
+                self._pace.granted(event.engine, work.id, event.attempt, work.prompt_tokens, at_s)
+            case FirstToken():
+                self._pace.first_token(work.id, event.attempt, at_s)
+            case Finished():
+                self._pace.ended(work.id, event.attempt)
+                self.tenants.on_event(work, event.outcome)
+        self._sizing.on_event(event, at_s)
 
     def _others_first(self, work: Work, policy: Policy) -> bool:
         """True when a work of the same or a more urgent class waits."""
@@ -394,7 +426,8 @@ class Dispatcher:
             now_s = self._clock.pool_s()
             queued = self.depths()
             for view in self._roster.views(self._clock.now_s()):
-                self._sizing.on_event(Progressed(view.name, self._ledger[view.name].progress()), now_s)
+                running = self._ledger[view.name].progress() + self._steward.running(view.name)
+                self._sizing.on_event(Progressed(view.name, running), now_s)
                 self._sizing.on_event(Sampled(view, queued), now_s)
             self.wake_if_waiting()
             if not self._presence.sole:
@@ -418,10 +451,11 @@ class Dispatcher:
         """Begin our epoch: everything that was granted or allowed before counts from here on."""
         epoch = self._presence.epoch
         if not self._presence.sole:
+            self._took_over = _BEGUN
             self._forget_others()
             for work in await self._steward.take_over():
                 self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
-            self._hand_over(await self._steward.hear())
+            self._take_in(await self._steward.hear())
         self._took_over = epoch
 
     def _step_down(self) -> None:
@@ -435,7 +469,7 @@ class Dispatcher:
         """Keep count of nothing but what runs here. A claim of ours that is still uncertain is a successor's to find."""
         for grant in list(self._uncertain.values()):
             self._take_back(grant)
-        self._hand_over(self._ledger.only_here())
+        self._take_in(self._steward.step_down())
 
     async def _attend(self) -> None:
         """The leader's duties towards the other processes, each tick."""
@@ -446,15 +480,21 @@ class Dispatcher:
         if self._took_over != self._presence.epoch:
             await self._take_over()
         else:
-            self._hand_over(await self._steward.hear())
+            self._take_in(await self._steward.hear())
         if self._decides:
             waiting = {name: self.depth(name) for name in self._store.current.classes}
             await self._steward.give(waiting, self._credit.started)
 
-    def _hand_over(self, taken: list[Entry]) -> None:
-        """Attempts that are in another session's sums from now on; their ends are not told to us one by one."""
-        for entry in taken:
+    def _take_in(self, hearing: Hearing) -> None:
+        """Learn from what happened elsewhere as from what happens here."""
+        for entry in hearing.handed_over:
+            self._pace.ended(entry.work.id, entry.work.attempt + 1)
             self.tenants.on_event(entry.work, None)
+        now_s, policy = self._clock.pool_s(), self._store.current
+        for at_s, event in hearing.news:
+            if isinstance(event, Granted):
+                self.tenants.granted(event.work, policy.tenant(event.work.tenant).weight)
+            self._learn(min(at_s, now_s), event)
 
     def _start_on_credit(self, work: Work, policy: Policy) -> Grant | None:
         if not policy.class_policy(work.class_name).has_ttft_objective:
@@ -472,6 +512,7 @@ class Dispatcher:
         attempt = work.attempt + 1
         self._count(work, engine, attempt, pool_s)
         self.tenants.granted(work, policy.tenant(work.tenant).weight)
+        self._journal.began(work, engine, attempt, int(pool_s * 1000))
         self._steward.spent(self._credit.started)
         self._sink(
             Decision(
@@ -515,6 +556,10 @@ class Dispatcher:
 
     def __repr__(self) -> str:
         return f"<Dispatcher waiting={self.depths()} {self._ledger!r}>"
+
+
+_BEGUN = -1
+"""A take-over that has not come to its end: no epoch, and nothing to decide by, but others are counted."""
 
 
 def _place(policy: Policy, class_name: str) -> int:

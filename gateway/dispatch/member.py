@@ -128,11 +128,12 @@ class Member:
 
     def _renewed(self, renewed: Renewed, sent_s: float, now_ms: int) -> None:
         self.credit.renewed(renewed, sent_s=sent_s, now_ms=now_ms, error_s=self._clock.error_s)
+        self.dispatcher.renewed()
         self.herald.there_is(renewed.snapshot_version)
 
     def _registered(self) -> None:
         self._log.warning("session registered anew: the queue had lost it", session=self.presence.session.id)
-        self.credit.lost()
+        self.dispatcher.registered()
         self.owner.registered()
 
     def _expired(self, expired: Expired) -> None:

@@ -23,10 +23,11 @@ from gateway.control.policy_store import PolicyStore
 from gateway.control.presence import SESSION_VALID_S, Presence
 from gateway.control.roster import Roster
 from gateway.dispatch.credit import NOTHING, RESERVED_S, share_left
+from gateway.dispatch.elsewhere import Elsewhere, Key, News
 from gateway.dispatch.ledger import Entry, Ledger
 from gateway.queue.base import Credit, InFlight, Place, Queue, QueueUnavailable, Session, SessionReport
 from policies.credit import Allowance, allot, creditable
-from policies.sizing import SizingPolicy
+from policies.sizing import Running, SizingPolicy
 from policies.vocabulary import EngineView, Work
 
 CREDIT_VALID_S = 2.0
@@ -57,11 +58,25 @@ class _Other:
         return max(0.0, now_s - self.report.renewed_ms / 1000)
 
 
+@dataclass(slots=True)
+class Hearing:
+    """What a leader has heard of the others.
+
+    handed_over   entries that are in a session's sums from now on, and of whose end nobody will tell
+    news          what happened to single attempts, in the order in which it happened
+    """
+
+    handed_over: list[Entry] = field(default_factory=list)
+    news: list[News] = field(default_factory=list)
+
+
 class Steward:
     """See the module header. Used by the dispatcher, and only while this process leads."""
 
     __slots__ = (
         "_clock",
+        "_elsewhere",
+        "_heard_seq",
         "_ledger",
         "_lost",
         "_others",
@@ -94,6 +109,17 @@ class Steward:
         self._others: dict[Session, _Other] = {}
         self._lost: dict[Session, _Other] = {}
         self._typical: dict[str, float] = {}
+        self._elsewhere = Elsewhere()
+        self._heard_seq = 0
+
+    @property
+    def missed(self) -> int:
+        """Events of others that were dropped before this process could read them."""
+        return self._elsewhere.missed
+
+    def running(self, engine: str) -> list[Running]:
+        """Attempts of other processes on an engine, as far as they are known one by one."""
+        return self._elsewhere.running(engine, self._clock.pool_s())
 
     @property
     def alone(self) -> bool:
@@ -110,8 +136,9 @@ class Steward:
         # Credit that has run out since may have been used, and the share that came with it may still be.
         since_ms = self._presence.now_ms() - int(RESERVED_S * 1000)
         standing = await self._queue.standing(now_ms=since_ms)
-        reports = await self._queue.sessions(now_ms=since_ms)
+        reports = (await self._queue.hear(now_ms=since_ms)).reports
         self._others.clear()
+        self._heard_seq = 0
         works: list[Work] = []
         for one in standing.outstanding:
             ledger, key = self._ledger[one.grant.engine], (one.work.id, one.grant.attempt)
@@ -123,14 +150,16 @@ class Steward:
             self._others[session] = _Other(report, credits=dict(standing.credits.get(session, {})))
         return works
 
-    async def hear(self) -> list[Entry]:
-        """Read all reports and bring the ledger up to them. Returns entries that are in a session's sums from now on.
-
-        Raises QueueUnavailable.
-        """
-        reports = await self._queue.sessions(now_ms=self._presence.now_ms())
+    async def hear(self) -> Hearing:
+        """Read all reports and events, and bring the ledger up to them. Raises QueueUnavailable."""
+        heard = await self._queue.hear(now_ms=self._presence.now_ms(), after_seq=self._heard_seq)
+        self._heard_seq, reports = heard.seq, heard.reports
         now_s = self._clock.pool_s()
-        taken: list[Entry] = []
+        hearing = Hearing()
+        for session, events in heard.events.items():
+            if session != self._presence.session:
+                hearing.news += self._elsewhere.hear(session, events, self._granted_here)
+        taken = hearing.handed_over
         for session, report in reports.items():
             other = self._others.get(session)
             if other is None:
@@ -143,6 +172,7 @@ class Steward:
         # A claim may have been made for a session that had run out and was not swept yet.
         for session in [one for one in {**self._others, **self._ledger.claimed()} if one not in reports]:
             taken += self._lose(session, now_s)
+            hearing.news += self._elsewhere.forget(session)
         for session, lost in list(self._lost.items()):
             replaced = any(one.id == session.id and one.epoch > session.epoch for one in reports)
             if replaced or lost.silent_s(now_s) > RESERVED_S:
@@ -150,19 +180,31 @@ class Steward:
                 self._uncount(session)
             else:
                 self._count(session, lost, now_s)
-        return taken + await self._drop_settled(now_s)
+        taken += await self._drop_settled(now_s)
+        hearing.news.sort(key=_when)
+        return hearing
 
-    def ended(self, names: Iterable[str]) -> list[Entry]:
-        """Sessions that are known to be over, not just silent: what they held is free at once. Returns their entries."""
+    def _granted_here(self, engine: str, key: Key) -> bool:
+        """Whether an attempt that began elsewhere is one that we granted: it is in its session's sums from now on."""
+        return self._ledger[engine].remove(*key)
+
+    def ended(self, names: Iterable[str]) -> Hearing:
+        """Sessions that are known to be over, not just silent: what they held is free at once."""
         over = set(names)
-        held: list[Entry] = []
+        hearing = Hearing()
+        held = hearing.handed_over
         for session in [one for one in {**self._others, **self._lost} if one.id in over]:
             if session != self._presence.session:
                 self._others.pop(session, None)
                 self._lost.pop(session, None)
                 held += [entry for _, entry in self._ledger.taken_over(session, math.inf)]
+                hearing.news += self._elsewhere.forget(session)
                 self._uncount(session)
-        return held
+        return hearing
+
+    def step_down(self) -> Hearing:
+        """This process leads no more: keep count of nothing but what runs here."""
+        return Hearing(self._ledger.only_here(), self._elsewhere.forget_all())
 
     async def _drop_settled(self, now_s: float) -> list[Entry]:
         """A work that was settled before its owner read the grant is in no report: the store does not have it any more."""
@@ -321,6 +363,10 @@ class Steward:
 
 
 _NOTHING = Allowance(0, 0, 0)
+
+
+def _when(news: News) -> float:
+    return news[0]
 
 
 def _with_more(view: EngineView, class_name: str, works: int) -> EngineView:

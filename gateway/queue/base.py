@@ -36,10 +36,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from policies.vocabulary import Grant, Work
+from policies.vocabulary import Grant, Outcome, Work
 
 SETTLED_KEEP_MS = 60_000
 SNAPSHOT_MAX_BYTES = 4 * 1024 * 1024
+TOLD_KEPT = 4096
+"""Renewals with events that the store keeps for a leader to read; what a leader has read is forgotten at once."""
 
 
 class QueueUnavailable(Exception):
@@ -90,19 +92,90 @@ Place = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Began:
+    """An attempt was sent to an engine, or runs there since before the leader in force or the session began.
+
+    shown_tokens, prefilled   as far as it is by now
+    """
+
+    work: Work
+    engine: str
+    attempt: int
+    shown_tokens: int = 0
+    prefilled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An attempt showed its first token. began: the number under which its beginning was told."""
+
+    began: int
+    engine_ttft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    """Output tokens shown so far by each attempt that runs, as (began, tokens).
+
+    up_to   every attempt that began under a number below this one and is not named has ended
+    """
+
+    up_to: int
+    shown: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An attempt ended; outcome None: the work goes on elsewhere, or was never sent.
+
+    An outcome travels without the names of work, class, tenant, model and engine, which its `Began` has.
+    """
+
+    began: int
+    outcome: Outcome | None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something that happened to an attempt of a session. number: from 1 on, without gaps; at_ms: on the pool clock."""
+
+    number: int
+    at_ms: int
+    event: Began | Answered | Grew | Ended
+
+
+@dataclass(frozen=True, slots=True)
 class SessionReport:
     """What a session tells with each renewal: what it runs now, and which of the leader's words that includes.
 
     in_flight    sums of the attempts it runs now, by place
     started      attempts and their tokens that it ever started on credit, by place; only grows (see Credit)
     grants_seq   grants up to this one are inside in_flight, or have ended, or will never be started
-    renewed_ms   pool time of the renewal that told it; filled in by `Queue.sessions`, ignored by `renew_session`
+    renewed_ms   pool time of the renewal that told it; filled in by `Queue.hear`, ignored by `renew_session`
+    events       what happened since the last renewal that was answered. Unlike the rest they are not replaced by the next
+                 report but kept for the leader, so that it hears of each; `Queue.hear` tells them apart from the reports
     """
 
     in_flight: Mapping[Place, InFlight] = field(default_factory=dict)
     started: Mapping[Place, InFlight] = field(default_factory=dict)
     grants_seq: int = 0
     renewed_ms: int = 0
+    events: tuple[Told, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """All live sessions as the leader hears of them.
+
+    reports   what each said last
+    events    what happened in each, those of sessions that are over too. Oldest first; a renewal that was repeated
+              tells the same numbers again, and a gap between numbers was dropped unread
+    seq       of the last renewal whose events are here; the next call's `after_seq`
+    """
+
+    reports: Mapping[Session, SessionReport] = field(default_factory=dict)
+    events: Mapping[Session, tuple[Told, ...]] = field(default_factory=dict)
+    seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +316,8 @@ class Queue(Protocol):
         """
         ...
 
-    async def sessions(self, *, now_ms: int) -> Mapping[Session, SessionReport]:
-        """Reports of all live sessions."""
+    async def hear(self, *, now_ms: int, after_seq: int = 0) -> Heard:
+        """Leader: the reports of all live sessions, and events told past `after_seq`; those up to it are forgotten."""
         ...
 
     async def end_session(self, session: Session) -> Expired:

@@ -58,6 +58,7 @@ TABLE = (
     Key("swept", "zset", "<kind>/<session or work>, score seq", "", 2 * SETTLED_KEEP_MS),
     Key("credits", "hash", "<session> -> epoch, given_ms, credits as JSON", "the session; else the leader's sweep"),
     Key("snapshot", "hash", "epoch, version, content", "", LEADER_KEEP_MS),
+    Key("told", "zset", "<session>/<seq>, a renewal's events as JSON, score seq", "", 2 * SETTLED_KEEP_MS),
 )
 
 

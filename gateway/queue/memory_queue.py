@@ -13,18 +13,20 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
 from gateway.queue.base import (
     SETTLED_KEEP_MS,
+    TOLD_KEPT,
     Claimed,
     Credit,
     Enqueued,
     Expired,
     GrantTaken,
+    Heard,
     Leadership,
     Outstanding,
     Place,
@@ -35,6 +37,7 @@ from gateway.queue.base import (
     Settled,
     Snapshot,
     Standing,
+    Told,
     Waiting,
     check_size,
 )
@@ -102,6 +105,7 @@ class MemoryQueue:
         "_snapshot",
         "_swept",
         "_time_ms",
+        "_told",
         "_waiting",
         "_works",
     )
@@ -124,6 +128,7 @@ class MemoryQueue:
         self._swept: dict[tuple[str, str, str], int] = {}
         self._credits: dict[str, _Given] = {}
         self._snapshot: tuple[int, Snapshot] | None = None
+        self._told: deque[tuple[int, str, tuple[Told, ...]]] = deque(maxlen=TOLD_KEPT)
 
     # -- sessions and leadership -----------------------------------------------------------------------------------
 
@@ -143,6 +148,8 @@ class MemoryQueue:
             known.renewed_ms = now_ms
             known.expires_ms = max(known.expires_ms, now_ms + valid_for_ms)
             known.report = kept
+        if report.events:
+            self._told.append((self._next_seq(now_ms), owner, report.events))
         if ring and self._waiting:
             self._ring("")
         given = self._credits.get(owner)
@@ -152,12 +159,19 @@ class MemoryQueue:
             0 if self._snapshot is None else self._snapshot[1].version,
         )
 
-    async def sessions(self, *, now_ms: int) -> Mapping[Session, SessionReport]:
-        return {
+    async def hear(self, *, now_ms: int, after_seq: int = 0) -> Heard:
+        while self._told and self._told[0][0] <= after_seq:
+            self._told.popleft()
+        reports = {
             session_from(owner): replace(present.report, renewed_ms=present.renewed_ms)
             for owner, present in self._sessions.items()
             if present.expires_ms > now_ms
         }
+        events: dict[Session, tuple[Told, ...]] = {}
+        for _, owner, told in self._told:
+            session = session_from(owner)
+            events[session] = events.get(session, ()) + told
+        return Heard(reports, events, self._told[-1][0] if self._told else after_seq)
 
     async def end_session(self, session: Session) -> Expired:
         owner = session_part(session)

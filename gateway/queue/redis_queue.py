@@ -49,11 +49,13 @@ from structlog.typing import FilteringBoundLogger
 
 from gateway.queue.base import (
     SETTLED_KEEP_MS,
+    TOLD_KEPT,
     Claimed,
     Credit,
     Enqueued,
     Expired,
     GrantTaken,
+    Heard,
     Leadership,
     Place,
     QueueUnavailable,
@@ -64,6 +66,7 @@ from gateway.queue.base import (
     Settled,
     Snapshot,
     Standing,
+    Told,
     Waiting,
     check_size,
 )
@@ -86,10 +89,12 @@ from gateway.queue.wire import (
     BODY_LETTERS,
     pack_avoid,
     pack_credits,
+    pack_events,
     pack_report,
     pack_work,
     queue_part,
     unpack_credits,
+    unpack_events,
     unpack_outstanding,
     unpack_report,
     unpack_work,
@@ -108,6 +113,7 @@ _SCRIPTS = (
     "claim",
     "enqueue",
     "give_credit",
+    "hear",
     "lead",
     "peek",
     "publish",
@@ -225,7 +231,17 @@ class RedisQueue:
         registered = self._registered.get(session.id) == session.epoch
         bell = pool_channel(self._pool) if ring else ""
         answer = await self._run(
-            "renew", session_part(session), now_ms, valid_for_ms, int(registered), pack_report(report), bell
+            "renew",
+            session_part(session),
+            now_ms,
+            valid_for_ms,
+            int(registered),
+            pack_report(report),
+            bell,
+            pack_events(report.events) if report.events else "",
+            TOLD_KEPT,
+            2 * SETTLED_KEEP_MS,
+            LEADER_KEEP_MS,
         )
         self._registered[session.id] = session.epoch
         if answer is None:
@@ -233,14 +249,22 @@ class RedisQueue:
         given, epoch, version = answer
         return Renewed(unpack_credits(given, now_ms), int(epoch), int(version))
 
-    async def sessions(self, *, now_ms: int) -> Mapping[Session, SessionReport]:
-        found: dict[Session, SessionReport] = {}
-        for part, value in (await self._command("HGETALL", self._key["sessions"])).items():
+    async def hear(self, *, now_ms: int, after_seq: int = 0) -> Heard:
+        sessions, renewals = await self._run("hear", after_seq)
+        reports: dict[Session, SessionReport] = {}
+        for part, value in _pairs(sessions):
             line, _, report = value.partition(b"\n")
             renewed_ms, expires_ms = map(int, line.split(b"\t")[:2])
             if expires_ms > now_ms:
-                found[session_from(part.decode())] = replace(unpack_report(report), renewed_ms=renewed_ms)
-        return found
+                reports[session_from(part.decode())] = replace(unpack_report(report), renewed_ms=renewed_ms)
+        events: dict[Session, tuple[Told, ...]] = {}
+        seq = after_seq
+        for renewal in renewals:
+            name, _, text = renewal.partition(b"\n")
+            part, _, number = name.decode().rpartition("/")
+            session, seq = session_from(part), int(number)
+            events[session] = events.get(session, ()) + unpack_events(text)
+        return Heard(reports, events, seq)
 
     async def end_session(self, session: Session) -> Expired:
         self._registered.pop(session.id, None)

@@ -8,15 +8,27 @@ that what N+1 wrote is still there when N hands the work on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 import orjson
 
-from gateway.queue.base import Claimed, Credit, InFlight, Outstanding, Place, SessionReport
+from gateway.queue.base import (
+    Answered,
+    Began,
+    Claimed,
+    Credit,
+    Ended,
+    Grew,
+    InFlight,
+    Outstanding,
+    Place,
+    SessionReport,
+    Told,
+)
 from gateway.queue.keys import encoded, rank_of, session_from
-from policies.vocabulary import BodyAt, Grant, Work
+from policies.vocabulary import BodyAt, Grant, Outcome, Result, Work
 
 BODY_LETTERS = {BodyAt.OWNER: "o", BodyAt.BLOB: "b"}
 
@@ -28,6 +40,10 @@ def queue_part(work: Work) -> str:
 
 def pack_work(work: Work) -> bytes:
     """The JSON half of a work's record."""
+    return orjson.dumps(_fields(work))
+
+
+def _fields(work: Work) -> dict[str, object]:
     fields: dict[str, object] = {
         "class": work.class_name,
         "tenant": work.tenant,
@@ -44,7 +60,7 @@ def pack_work(work: Work) -> bytes:
         fields["deadline_s"] = work.deadline_s
     if work.pinned_engine is not None:
         fields["pinned_engine"] = work.pinned_engine
-    return orjson.dumps(fields)
+    return fields
 
 
 def pack_avoid(work: Work) -> str:
@@ -56,7 +72,18 @@ def unpack_work(work_id: str, record: bytes) -> Work:
     """A work from its whole record: state line, newline, JSON."""
     line, _, text = record.partition(b"\n")
     _, _, attempt, body, _, rank, _, _, _, _, avoid, *_ = line.split(b"\t")
-    fields: dict[str, Any] = orjson.loads(text)
+    return _work(
+        work_id,
+        orjson.loads(text),
+        rank=rank_of(rank),
+        attempt=int(attempt),
+        body=BodyAt.BLOB if body == b"b" else BodyAt.OWNER,
+        avoid=frozenset(map(unquote, avoid.decode().split(","))) if avoid else frozenset(),
+    )
+
+
+def _work(work_id: str, fields: Mapping[str, Any], *, rank: float, **changed: Any) -> Work:
+    """A work from what its JSON says, and from what the state line says."""
     get = fields.get
     return Work(
         id=work_id,
@@ -65,15 +92,13 @@ def unpack_work(work_id: str, record: bytes) -> Work:
         model=fields["model"],
         path=fields["path"],
         accepted_s=fields["accepted_s"],
-        rank=rank_of(rank),
+        rank=rank,
         prompt_tokens=get("prompt_tokens", 0),
         max_tokens=get("max_tokens"),
         sequences=get("sequences", 1),
         deadline_s=get("deadline_s"),
-        attempt=int(attempt),
-        body=BodyAt.BLOB if body == b"b" else BodyAt.OWNER,
         pinned_engine=get("pinned_engine"),
-        avoid=frozenset(map(unquote, avoid.decode().split(","))) if avoid else frozenset(),
+        **changed,
     )
 
 
@@ -102,6 +127,63 @@ def unpack_report(text: bytes) -> SessionReport:
     return SessionReport(
         _sums(fields.get("in_flight", ())), _sums(fields.get("started", ())), fields.get("grants_seq", 0)
     )
+
+
+def pack_events(events: Sequence[Told]) -> bytes:
+    """A renewal's events as JSON: the first one's number, and a row an event."""
+    return orjson.dumps([events[0].number, [_row(told) for told in events]])
+
+
+def unpack_events(text: bytes) -> tuple[Told, ...]:
+    """Those of `pack_events`; a kind that is not known has its number and is left out."""
+    first, rows = orjson.loads(text)[:2]
+    found = ((number, row[1], _event(row)) for number, row in enumerate(rows, first))
+    return tuple(Told(number, at_ms, event) for number, at_ms, event in found if event is not None)
+
+
+def _row(told: Told) -> list[object]:
+    event = told.event
+    match event:
+        case Began():
+            fields = _fields(event.work)
+            return [
+                "b",
+                told.at_ms,
+                event.engine,
+                event.attempt,
+                event.shown_tokens,
+                event.prefilled,
+                event.work.id,
+                fields,
+            ]
+        case Answered():
+            return ["a", told.at_ms, event.began, event.engine_ttft_s]
+        case Grew():
+            return ["g", told.at_ms, event.up_to, [number for pair in event.shown for number in pair]]
+        case Ended():
+            return ["e", told.at_ms, event.began, None if event.outcome is None else _outcome_row(event.outcome)]
+
+
+def _event(row: list[Any]) -> Began | Answered | Grew | Ended | None:
+    match row:
+        case ["b", _, engine, attempt, shown, prefilled, work_id, fields, *_]:
+            return Began(_work(work_id, fields, rank=0.0, attempt=attempt - 1), engine, attempt, shown, bool(prefilled))
+        case ["a", _, began, ttft_s, *_]:
+            return Answered(began, ttft_s)
+        case ["g", _, up_to, shown, *_]:
+            return Grew(up_to, tuple(zip(shown[::2], shown[1::2], strict=True)))
+        case ["e", _, began, outcome, *_]:
+            return Ended(began, None if outcome is None else _outcome(*outcome[:10]))
+    return None
+
+
+def _outcome_row(one: Outcome) -> list[object]:
+    row: list[object] = [one.result, one.reason, one.status, one.attempts, one.prompt_tokens, one.output_tokens]
+    return [*row, one.total_s, one.queued_s, one.ttft_s, one.engine_ttft_s]
+
+
+def _outcome(result: str, *columns: Any) -> Outcome:
+    return Outcome("", "", "", "", "", Result(result), *columns)
 
 
 def pack_credits(credits: Mapping[Place, Credit]) -> bytes:

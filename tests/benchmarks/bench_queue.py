@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from gateway.queue.base import Credit, InFlight, Queue, Session, SessionReport
+from gateway.queue.base import Answered, Began, Credit, Ended, InFlight, Queue, Session, SessionReport, Told
 from gateway.queue.batcher import Batcher
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.queue.redis_queue import RedisQueue, connect
-from policies.vocabulary import Grant, Work
+from policies.vocabulary import Grant, Outcome, Result, Work
 from tests.redis_servers import serving
 
 ME = Session("bench", 1)
@@ -95,6 +95,17 @@ async def bench(name: str, queue: Queue, works: int) -> None:
     await bench_sessions(name, queue, epoch)
 
 
+def lives_of(works: int, renewal: int) -> tuple[Told, ...]:
+    """Beginnings, first tokens and ends, as one renewal of a loaded process tells them."""
+    first, at_ms = 1 + 3 * works * renewal, now_ms()
+    outcome = Outcome("", "", "", "", "", Result.COMPLETED, "", 200, 1, 300, 200, 4.0, 0.01, 0.2, 0.15)
+    began = [Began(work(number), "engine-1:8000", 1) for number in range(works)]
+    answered = [Answered(first + number, 0.15) for number in range(works)]
+    ended = [Ended(first + number, outcome) for number in range(works)]
+    events: list[Began | Answered | Ended] = [*began, *answered, *ended]
+    return tuple(Told(number, at_ms, event) for number, event in enumerate(events, first))
+
+
 async def bench_sessions(name: str, queue: Queue, epoch: int) -> None:
     """What beats twice a second: each process renews with what it runs on 100 places, the leader reads 16 of them."""
     sums = {(f"engine-{number}:8000", "interactive"): InFlight(9, 12_345, 678) for number in range(100)}
@@ -111,13 +122,33 @@ async def bench_sessions(name: str, queue: Queue, epoch: int) -> None:
 
     async def read() -> None:
         for _ in range(50):
-            await queue.sessions(now_ms=now_ms())
+            await queue.hear(now_ms=now_ms())
 
     async def give() -> None:
         for _ in range(50):
             await queue.give_credit(dict.fromkeys(crowd, given), epoch=epoch, now_ms=now_ms())
 
+    async def tell() -> None:
+        for number in range(400):
+            await queue.renew_session(
+                crowd[0],
+                now_ms=now_ms(),
+                valid_for_ms=600_000,
+                report=SessionReport(sums, sums, events=lives_of(20, number)),
+            )
+
+    async def hear() -> None:
+        seq = 0
+        for number in range(100):
+            await queue.renew_session(
+                crowd[0], now_ms=now_ms(), valid_for_ms=600_000, report=SessionReport(events=lives_of(20, number))
+            )
+            seq = (await queue.hear(now_ms=now_ms(), after_seq=seq)).seq
+
     await measure(f"{name}, renewal: 100 places, 100 credits (per renewal)", 400, renew)
+    await measure(f"{name}, the same with the whole lives of 20 works (per renewal)", 400, tell)
+    await queue.hear(now_ms=now_ms(), after_seq=(await queue.hear(now_ms=now_ms())).seq)
+    await measure(f"{name}, lives of 20 works told and heard beside 16 sessions", 100, hear)
     await measure(f"{name}, reports of 16 sessions, 100 places each (per read)", 50, read)
     await measure(f"{name}, 100 credits to each of 16 sessions (per call)", 50, give)
 

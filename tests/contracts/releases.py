@@ -13,11 +13,20 @@ from typing import Any, cast
 
 import structlog
 
-from gateway.queue.base import Queue, Session
+from gateway.queue.base import Heard, Queue, Session
 from gateway.queue.redis_queue import RedisQueue
 from tests.data.queue_schema_1.redis_queue import RedisQueue as Schema1Queue
 
 OLD, NEW = 0, 1
+
+
+class Schema1(Schema1Queue):
+    """The frozen release behind today's contract. Leaders of it hear reports only: it knows no events."""
+
+    async def hear(self, *, now_ms: int, after_seq: int = 0) -> Heard:
+        return Heard(await self.sessions(now_ms=now_ms), seq=after_seq)
+
+
 SIDE_BY_SIDE = {
     "schema-1-owners": ((OLD,), (NEW,)),
     "schema-1-leader": ((NEW,), (OLD,)),
@@ -28,7 +37,7 @@ SIDE_BY_SIDE = {
 
 def beside_schema_1(queue: RedisQueue, owners: tuple[int, ...], leaders: tuple[int, ...]) -> Queue:
     """The queue for tests, with `queue` as its current half."""
-    old = Schema1Queue(queue._client, log=structlog.get_logger(), rng=random.Random(1), pool=queue._pool)
+    old = Schema1(queue._client, log=structlog.get_logger(), rng=random.Random(1), pool=queue._pool)
     return cast("Queue", _TwoReleases((cast("Queue", old), queue), owners, leaders))
 
 

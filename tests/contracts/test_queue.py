@@ -561,8 +561,8 @@ async def test_live_sessions_are_listed_with_their_reports(queue: Queue) -> None
     await register(queue, OTHER)
 
     told = replace(told, renewed_ms=NOW + 500)
-    assert await queue.sessions(now_ms=NOW + 600) == {ME: told, OTHER: SessionReport(renewed_ms=NOW)}
-    assert await queue.sessions(now_ms=NOW + VALID) == {ME: told}
+    assert (await queue.hear(now_ms=NOW + 600)).reports == {ME: told, OTHER: SessionReport(renewed_ms=NOW)}
+    assert (await queue.hear(now_ms=NOW + VALID)).reports == {ME: told}
 
 
 async def test_a_late_renewal_neither_shortens_a_session_nor_brings_its_old_report_back(queue: Queue) -> None:
@@ -571,7 +571,7 @@ async def test_a_late_renewal_neither_shortens_a_session_nor_brings_its_old_repo
 
     assert await register(queue, now_ms=NOW)
 
-    assert await queue.sessions(now_ms=NOW + VALID + 500) == {ME: replace(newest, renewed_ms=NOW + 1_000)}
+    assert (await queue.hear(now_ms=NOW + VALID + 500)).reports == {ME: replace(newest, renewed_ms=NOW + 1_000)}
 
 
 async def test_a_renewal_may_ring_the_pool_s_bell_if_anything_waits(queue: Queue) -> None:
@@ -600,7 +600,7 @@ async def test_an_expired_session_loses_owner_works_and_gives_blob_works_back(qu
 
     assert (expired.owner_gone, expired.requeued, expired.sessions) == (("o1", "o2"), ("b1", "b2"), (ME.id,))
     assert [(one.id, one.attempt) for one in (await look(queue)).works] == [("b1", 0), ("b2", 1)]
-    assert await queue.sessions(now_ms=NOW) == {}
+    assert (await queue.hear(now_ms=NOW)).reports == {}
 
 
 async def test_a_session_in_its_validity_is_not_swept(queue: Queue) -> None:
@@ -649,7 +649,7 @@ async def test_every_live_epoch_of_an_id_is_listed_since_what_each_runs_is_there
     await renew(queue, Session("p", 9), old)
     await renew(queue, Session("p", 10), newest)
 
-    listed = {session: told.in_flight for session, told in (await queue.sessions(now_ms=NOW)).items()}
+    listed = {session: told.in_flight for session, told in (await queue.hear(now_ms=NOW)).reports.items()}
     assert listed == {Session("p", 9): old.in_flight, Session("p", 10): newest.in_flight}
 
 
@@ -1061,7 +1061,7 @@ async def test_with_everything_settled_and_all_sessions_ended_nothing_waits_and_
 
     assert (ended.requeued, ended.owner_gone) == ((), ())
     assert await look(queue) == Waiting()
-    assert await queue.sessions(now_ms=NOW) == {}
+    assert (await queue.hear(now_ms=NOW)).reports == {}
 
 
 async def test_a_loss_of_all_data_loses_credit_and_snapshot_and_they_are_written_again(queue: Queue) -> None:

@@ -17,7 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gateway.queue.base import (
     SETTLED_KEEP_MS,
+    Answered,
+    Began,
     Credit,
+    Ended,
+    Grew,
     InFlight,
     Place,
     Queue,
@@ -25,10 +29,11 @@ from gateway.queue.base import (
     Session,
     SessionReport,
     Snapshot,
+    Told,
 )
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.queue.redis_queue import RedisQueue, connect
-from policies.vocabulary import BodyAt, Grant, Work
+from policies.vocabulary import BodyAt, Grant, Outcome, Result, Work
 from tests.queue_checks import check_keys
 from tests.redis_servers import Server
 
@@ -62,11 +67,41 @@ GRANTS = st.builds(
 )
 PLACES = st.tuples(st.just("g"), st.sampled_from(["interactive", "bulk"]))
 SUMS = st.builds(InFlight, st.integers(0, 9), st.integers(0, 99), st.integers(0, 99))
+OUTCOMES = st.builds(
+    Outcome,
+    **dict.fromkeys(("work_id", "class_name", "tenant", "model", "engine"), st.just("")),
+    result=st.sampled_from(Result),
+    reason=st.just("client_gone"),
+    status=st.just(200),
+    attempts=st.integers(1, 2),
+    prompt_tokens=st.integers(0, 9),
+    output_tokens=st.integers(0, 9),
+    total_s=st.floats(0, 9),
+    queued_s=st.none() | st.floats(0, 9),
+)
+EVENTS = st.one_of(
+    st.builds(
+        Began,
+        WORKS.map(lambda work: replace(work, rank=0.0, body=BodyAt.OWNER)),
+        st.sampled_from(["g", "h/i"]),
+        st.just(1),
+        st.integers(0, 3),
+        st.booleans(),
+    ).map(lambda event: replace(event, attempt=event.work.attempt + 1)),
+    st.builds(Answered, st.integers(1, 9), st.floats(0, 9)),
+    st.builds(
+        Grew, st.integers(1, 9), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=2).map(tuple)
+    ),
+    st.builds(Ended, st.integers(1, 9), st.none() | OUTCOMES),
+)
 REPORTS = st.builds(
     SessionReport,
     in_flight=st.dictionaries(PLACES, SUMS, max_size=2),
     started=st.dictionaries(PLACES, SUMS, max_size=1),
     grants_seq=st.sampled_from([0, START_MS * 1024]),
+    events=st.lists(EVENTS, max_size=2).map(
+        lambda events: tuple(Told(number, START_MS, event) for number, event in enumerate(events, 3))
+    ),
 )
 CREDITS = st.dictionaries(
     SESSIONS,
@@ -204,6 +239,11 @@ class SameQueues(RuleBasedStateMachine):
         after_seq = seqs[min(which, len(seqs) - 1)]
         self.same(lambda queue: queue.take_grants(session, after_seq=after_seq))
 
+    @rule(which=st.integers(0, 2))
+    def hear(self, which: int) -> None:
+        seqs = [0, self.runner.run(self.memory.hear(now_ms=self.now_ms)).seq]
+        self.same(lambda queue: queue.hear(now_ms=self.now_ms, after_seq=seqs[which % 2]))
+
     @rule(bound=st.integers(0, 6), bulk=st.integers(0, 6))
     def peek(self, bound: int, bulk: int) -> None:
         self.same(lambda queue: queue.peek(bounds={"bulk": bulk}, default_bound=bound, now_ms=self.now_ms))
@@ -212,7 +252,7 @@ class SameQueues(RuleBasedStateMachine):
     def looks_the_same(self) -> None:
         if hasattr(self, "redis"):
             self.same(lambda queue: queue.peek(bounds={}, default_bound=99, now_ms=self.now_ms))
-            self.same(lambda queue: queue.sessions(now_ms=self.now_ms))
+            self.same(lambda queue: queue.hear(now_ms=self.now_ms))
             self.same(lambda queue: queue.standing(now_ms=self.now_ms))
             self.same(lambda queue: queue.snapshot())
             self.runner.run(check_keys(self.redis._client, self.pool))

@@ -106,7 +106,7 @@ async def whole_life(queue: Queue) -> None:
     await queue.expire_sessions(now_ms=NOW, after_seq=0)
     await queue.resign("gateway-1", epoch=led.epoch)
     await queue.end_session(ME)
-    assert await queue.sessions(now_ms=NOW) == {}
+    assert (await queue.hear(now_ms=NOW)).reports == {}
 
 
 # -- servers and scripts ---------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from gateway.queue.base import (
 from gateway.queue.keys import SCHEMA, keys
 from gateway.queue.redis_queue import RedisQueue, connect
 from policies.vocabulary import BodyAt, Grant, Work
-from tests.data.queue_schema_1.redis_queue import RedisQueue as Schema1Queue
+from tests.contracts.releases import Schema1
 from tests.redis_servers import Server
 
 NOW = 1_800_000_000_000
@@ -41,7 +41,7 @@ SUMS = InFlight(1, 2, 3)
 @pytest.fixture(params=["schema 1", "current"])
 async def older(request: pytest.FixtureRequest, valkey: Server) -> AsyncIterator[RedisQueue]:
     """A process that is older than what stands in the store."""
-    kind = RedisQueue if request.param == "current" else cast("type[RedisQueue]", Schema1Queue)
+    kind = RedisQueue if request.param == "current" else cast("type[RedisQueue]", Schema1)
     queue = kind(connect(valkey.url), log=structlog.get_logger(), rng=random.Random(1), pool=POOL)
     yield queue
     await queue._client.delete(*keys(POOL))
@@ -100,7 +100,7 @@ async def test_further_fields_of_a_session_and_its_report_are_ignored(older: Red
     rows = [["gpu 0", "interactive", 1, 2, 3, "further column"]]
     await add_to(older, "sessions", "gateway-2/1", b"\tspeaks 2", in_flight=rows, further={"a": 1})
 
-    assert await older.sessions(now_ms=NOW) == {OTHER: SessionReport({PLACE: SUMS}, renewed_ms=NOW)}
+    assert (await older.hear(now_ms=NOW)).reports == {OTHER: SessionReport({PLACE: SUMS}, renewed_ms=NOW)}
     assert await older.give_credit({OTHER: {PLACE: Credit(SUMS, 1, NOW + 9)}}, epoch=5, now_ms=NOW)
     assert (await older.expire_sessions(now_ms=NOW + 5_000, after_seq=0)).sessions == ("gateway-2",)
 

@@ -25,6 +25,7 @@ from gateway.queue.base import (
     Enqueued,
     Expired,
     GrantTaken,
+    Heard,
     Leadership,
     Place,
     Queue,
@@ -220,8 +221,8 @@ class FaultyQueue:
             )
         )
 
-    async def sessions(self, *, now_ms: int) -> Mapping[Session, SessionReport]:
-        return await self._call(lambda: self._queue.sessions(now_ms=now_ms))
+    async def hear(self, *, now_ms: int, after_seq: int = 0) -> Heard:
+        return await self._call(lambda: self._queue.hear(now_ms=now_ms, after_seq=after_seq))
 
     async def end_session(self, session: Session) -> Expired:
         return await self._call(lambda: self._queue.end_session(session))

@@ -11,7 +11,7 @@
 -- Memory: a full server refuses the first write of a script when that write could grow memory, and none after it. Enqueue
 -- therefore begins with such a write (it is to be refused whole), and all that ends or keeps alive what was accepted
 -- begins with a removal (it must go through).
-local SESSIONS, LEADER, WORKS, WAITING, DEPTHS, OWNED, GRANTS, SETTLED, SWEPT, CREDITS, SNAPSHOT, POOL_SCHEMA = unpack(KEYS)
+local SESSIONS, LEADER, WORKS, WAITING, DEPTHS, OWNED, GRANTS, SETTLED, SWEPT, CREDITS, SNAPSHOT, TOLD, POOL_SCHEMA = unpack(KEYS)
 local SCHEMA = 1
 
 local function digits(number)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from backends.simulated.profiles import load_profile
 from gateway.replay.host import EngineSpec
+from gateway.replay.rows import COMPLETED
 from gateway.replay.trace import Request
-from gateway.replay.world import Backlog, Plan, replay
+from gateway.replay.world import Backlog, Plan, Played, replay
 from policies.document import parse
 from policies.limits.fixed import FixedLimits
+from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingEvent
 from tests.gateway.replay.quiet import QUIET
 
@@ -94,3 +98,62 @@ def test_the_view_carries_the_engines_counters(events: list[SizingEvent]) -> Non
         counted = [getattr(view, name).value for view in views if getattr(view, name).known]
         assert counted == sorted(counted)
         assert counted[-1] > 1000
+
+
+@pytest.fixture(scope="module")
+def of_three() -> tuple[Played, list[SizingEvent]]:
+    """What the leader of three gateways hears, and what became of all their requests."""
+    recorders: list[Heard] = []
+
+    def recorder(policy: Policy) -> Heard:
+        one = Heard(policy)
+        one.events = []
+        recorders.append(one)
+        return one
+
+    played = replay(
+        Plan(
+            engines=(EngineSpec("e", load_profile("h100_llama31_8b_tp1")),),
+            policy=POLICY,
+            requests=[Request(0.1 * number, 400, 30 + number) for number in range(60)],
+            backlog=Backlog([(2000, 300)]),
+            duration_s=15.0,
+            sizing=recorder,
+            replicas=3,
+        ),
+        QUIET,
+    )
+    return played, max((one.events for one in recorders), key=len)
+
+
+def test_a_leader_hears_of_each_attempt_of_the_other_gateways_as_of_its_own(
+    of_three: tuple[Played, list[SizingEvent]],
+) -> None:
+    played, events = of_three
+    granted = Counter((event.work.id, event.attempt) for event in events if isinstance(event, Granted))
+    first = Counter(event.work.id for event in events if isinstance(event, FirstToken))
+    tokens = [
+        event.outcome.output_tokens for event in events if isinstance(event, Finished) and event.outcome is not None
+    ]
+
+    completed = [row for row in played.rows if row.outcome == COMPLETED]
+    assert sorted(tokens) == sorted(row.output_tokens for row in completed)
+    assert set(granted.values()) == set(first.values()) == {1}
+    assert len(first) >= len(completed) > 60
+
+
+def test_a_leader_hears_how_far_the_attempts_of_other_gateways_are(of_three: tuple[Played, list[SizingEvent]]) -> None:
+    _, events = of_three
+    lengths = {
+        event.work.id: event.outcome.output_tokens
+        for event in events
+        if isinstance(event, Finished) and event.outcome is not None
+    }
+    seen: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, Progressed):
+            seen |= {one.work.id: one.shown_tokens for one in event.running}
+
+    long = [work_id for work_id, length in lengths.items() if length == 300]
+    assert len(long) > 5
+    assert all(seen[work_id] > 150 for work_id in long)
