@@ -38,9 +38,13 @@ class Candidate:
         """Count a work as placed here, before anything is sent."""
         view = self.view
         in_flight = {**view.in_flight, work.class_name: view.in_flight.get(work.class_name, 0) + 1}
+        extra = view.extra_sequences
+        if work.sequences > 1:
+            extra = {**extra, work.class_name: extra.get(work.class_name, 0) + work.sequences - 1}
         self.view = replace(
             view,
             in_flight=in_flight,
+            extra_sequences=extra,
             kv_tokens=view.kv_tokens + work.prompt_tokens,
             prefill_tokens=view.prefill_tokens + work.prompt_tokens,
             last_grant_s=now_s,

@@ -110,6 +110,7 @@ class EngineView:
     parameter of the engine's step model.
 
     in_flight        works sent and not ended, by class name
+    extra_sequences  sequences that these works decode beyond one each, by class name, where we count works one by one
     kv_tokens        prompt + generated tokens of our works in flight, in whole blocks
     prefill_tokens   prompt tokens of our works that have shown no first token yet
     last_grant_s     pool time of the latest grant; -inf when never
@@ -151,12 +152,22 @@ class EngineView:
     gpu_temperature_c: Reading = UNKNOWN
     gpu_throttled: Reading = UNKNOWN
     gpu_energy_j_total: Reading = UNKNOWN
+    extra_sequences: Mapping[str, int] = field(default_factory=dict)
     speaks: Callable[[str], bool] = field(default=_any_path, compare=False, repr=False)
 
     @property
     def in_flight_total(self) -> int:
         """Works of every class sent and not ended."""
         return sum(self.in_flight.values())
+
+    def sequences(self, class_name: str) -> int:
+        """Sequences of a class's works here: what they take of a window, and of an engine's seats."""
+        return self.in_flight.get(class_name, 0) + self.extra_sequences.get(class_name, 0)
+
+    @property
+    def sequences_total(self) -> int:
+        """Sequences of all works here."""
+        return sum(self.in_flight.values()) + sum(self.extra_sequences.values())
 
 
 class Guard(StrEnum):

@@ -113,6 +113,7 @@ class Engine:
             state=self.state,
             models=self.models,
             in_flight=dict(ledger.in_flight),
+            extra_sequences=dict(ledger.extra_sequences),
             kv_tokens=ledger.kv_tokens,
             prefill_tokens=ledger.prefill_tokens,
             last_grant_s=ledger.last_grant_s,

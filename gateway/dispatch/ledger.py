@@ -65,6 +65,7 @@ class EngineLedger:
     last_grant_s: float = float("-inf")
     version: int = 0
     allowed: dict[str, int] = field(default_factory=dict)
+    extra_sequences: dict[str, int] = field(default_factory=dict)
     _elsewhere: dict[Session, tuple[Mapping[str, InFlight], Mapping[str, int]]] = field(default_factory=dict)
 
     def add(self, work: Work, attempt: int, now_s: float) -> None:
@@ -75,6 +76,8 @@ class EngineLedger:
         entry = Entry(work, now_s, None, None, self._whole_blocks(work, 0), work.prompt_tokens)
         self.entries[key] = entry
         self._count(work.class_name, 1, entry.kv_tokens, entry.prefill_tokens)
+        if work.sequences > 1:
+            self.extra_sequences[work.class_name] = self.extra_sequences.get(work.class_name, 0) + work.sequences - 1
         self.last_grant_s = now_s
         self.version += 1
 
@@ -99,6 +102,8 @@ class EngineLedger:
         if entry is None:
             return False
         self._count(entry.work.class_name, -1, -entry.kv_tokens, -entry.prefill_tokens)
+        if entry.work.sequences > 1:
+            self.extra_sequences[entry.work.class_name] -= entry.work.sequences - 1
         self.version += 1
         return True
 

@@ -1,6 +1,6 @@
 """Sizing policy `fixed`: windows that an operator wrote down and nothing moves.
 
-What it does: counts works in flight per engine against three bounds: the class's window, the total of all classes, and
+What it does: counts sequences in flight per engine against three bounds: the class's window, the total of all classes, and
 the engine's own seats where it tells them. The total is shared while a class without a TTFT objective has a window
 well below it, so bulk can never hold every place and an interactive work always finds room (or other interactive
 works, which leave soon). For the same reason such classes together never fill the last eighth of known seats, at least
@@ -36,12 +36,11 @@ class FixedLimits:
         self._verdict = lru_cache(maxsize=KEPT)(_verdict)
 
     def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:  # noqa: ARG002 - the contract's
-        """May the engine take the work now? An engine with nothing in flight takes a work of any number of sequences."""
+        """May the engine take the work now? A work of many sequences asks for half of a bound at most."""
         bounds = self._bounds(engine.name, work.class_name, engine.seats.value, engine.seats.quality)
-        works = engine.in_flight
-        in_flight = sum(works.values())
-        held = 0 if bounds.patient_seats is None else in_flight - sum(works.get(name, 0) for name in self._urgent)
-        return self._verdict(bounds, works.get(work.class_name, 0), in_flight, held, work.sequences)
+        in_flight = engine.sequences_total
+        held = 0 if bounds.patient_seats is None else in_flight - sum(map(engine.sequences, self._urgent))
+        return self._verdict(bounds, engine.sequences(work.class_name), in_flight, held, work.sequences)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
         """The class's window, lowered to the total and to the seats it may take."""
@@ -75,7 +74,7 @@ class FixedLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Bounds:
-    """Thresholds in works, and in sequences for seats; None: the engine does not tell, or the bound is not the class's.
+    """Thresholds in sequences; None: the engine does not tell, or the bound is not the class's.
 
     Told apart by identity, which is quick: one is kept for each engine and class.
     """
@@ -98,15 +97,19 @@ def whole_seats(seats: float | None, quality: Quality) -> int | None:
     return int(seats)
 
 
+def taken(sequences: int, bound: int) -> int:
+    """Places that a work of so many sequences asks of a bound: at most half of it, or it would wait for ever beside a
+    steady load of small ones. Once it runs, all of them count."""
+    return sequences if sequences <= 1 else max(1, min(sequences, bound // 2))
+
+
 def _verdict(bounds: _Bounds, of_class: int, in_flight: int, patient: int, sequences: int) -> Verdict:
-    """The verdict on one more work of so many sequences, beside what is in flight: of its class, of all, patient ones."""
-    taken = sequences if in_flight else 1
+    """The verdict on one more work of so many sequences, beside those in flight: of its class, of all, of patient ones."""
     asked = (
-        (Guard.WINDOW, of_class + 1, bounds.window),
-        (Guard.WINDOW, in_flight + 1, bounds.total),
-        (Guard.SEATS, in_flight + taken, bounds.seats),
-        (Guard.SEATS, patient + taken, bounds.patient_seats),
+        (Guard.WINDOW, of_class, bounds.window),
+        (Guard.WINDOW, in_flight, bounds.total),
+        (Guard.SEATS, in_flight, bounds.seats),
+        (Guard.SEATS, patient, bounds.patient_seats),
     )
-    return Verdict.of(
-        GuardReading(guard, value, bound, value <= bound) for guard, value, bound in asked if bound is not None
-    )
+    needs = ((guard, held + taken(sequences, bound), bound) for guard, held, bound in asked if bound is not None)
+    return Verdict.of(GuardReading(guard, value, bound, value <= bound) for guard, value, bound in needs)

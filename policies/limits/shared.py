@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from policies.limits.fixed import whole_seats
+from policies.limits.fixed import taken, whole_seats
 from policies.schema import Policy
 from policies.sizing import Window
 from policies.vocabulary import EngineView, Guard, GuardReading, Verdict, Work
@@ -40,18 +40,19 @@ class SharedLimit:
         return class_name in self._urgent
 
     def verdict(self, work: Work, engine: EngineView) -> Verdict:
-        """May the engine take the work now? An idle engine takes a work of any number of sequences."""
-        in_flight = engine.in_flight_total
+        """May the engine take the work now? A work of many sequences asks for half of a bound at most."""
+        in_flight, sequences = engine.sequences_total, work.sequences
         limit, seats = int(self.of(engine.name)), whole_seats(engine.seats.value, engine.seats.quality)
-        taken = work.sequences if in_flight else 1
-        guards = [_reading(Guard.WINDOW, in_flight + 1, limit)]
+        guards = [_reading(Guard.WINDOW, in_flight + taken(sequences, limit), limit)]
         if seats is not None:
-            guards.append(_reading(Guard.SEATS, in_flight + taken, seats))
+            guards.append(_reading(Guard.SEATS, in_flight + taken(sequences, seats), seats))
         if not self.urgent(work.class_name):
-            patient = in_flight - sum(engine.in_flight.get(name, 0) for name in self._urgent)
-            guards.append(_reading(Guard.WINDOW, patient + 1, _for_patient(limit)))
+            patient = in_flight - sum(map(engine.sequences, self._urgent))
+            bound = _for_patient(limit)
+            guards.append(_reading(Guard.WINDOW, patient + taken(sequences, bound), bound))
             if seats is not None:
-                guards.append(_reading(Guard.SEATS, patient + taken, _for_patient(seats)))
+                bound = _for_patient(seats)
+                guards.append(_reading(Guard.SEATS, patient + taken(sequences, bound), bound))
         return Verdict.of(guards)
 
     def window(self, engine: EngineView, class_name: str) -> Window:

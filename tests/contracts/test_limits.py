@@ -99,6 +99,27 @@ def test_patient_classes_alone_never_take_the_room_of_the_urgent(sizing: SizingP
     assert verdict.admitted
 
 
+@pytest.mark.parametrize(("held", "sequences", "admitted"), [(0, 50, True), (2, 50, True), (2, 1, True), (3, 1, False)])
+def test_fixed_counts_the_sequences_of_a_work_and_starves_none(held: int, sequences: int, admitted: bool) -> None:
+    beside = engine(in_flight={"night": 1} if held else {}, extra_sequences={"night": max(0, held - 1)})
+
+    verdict = LIMITS["fixed"](POLICY).admit(work("w", "night", sequences=sequences), beside, NOW_S)
+
+    assert verdict.admitted is admitted
+
+
+@pytest.mark.parametrize("name", ["aimd", "gradient"])
+def test_a_learned_limit_counts_the_sequences_of_what_runs(name: str) -> None:
+    sizing = LIMITS[name](POLICY)
+    room = sizing.window(engine(), "chat").requests
+    assert room is not None
+    full = engine(in_flight={"chat": 1}, extra_sequences={"chat": room - 1})
+    nearly = engine(in_flight={"chat": 1}, extra_sequences={"chat": room - 2})
+
+    assert not sizing.admit(work("w", "chat"), full, NOW_S).admitted
+    assert sizing.admit(work("w", "chat"), nearly, NOW_S).admitted
+
+
 def test_a_steady_urgent_load_does_not_shut_patient_work_out(sizing: SizingPolicy) -> None:
     verdict = sizing.admit(work("w", "night"), engine(in_flight={"chat": 3}, seats=fresh(4)), NOW_S)
 

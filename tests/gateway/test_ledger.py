@@ -68,6 +68,8 @@ def test_sums_equal_a_recomputation_after_any_sequence_of_events(events: list[tu
     for entry in ledger.entries.values():
         by_class[entry.work.class_name] = by_class.get(entry.work.class_name, 0) + 1
     assert ledger.in_flight == by_class
+    sequences = sum(entry.work.sequences for entry in ledger.entries.values())
+    assert sum(ledger.in_flight.values()) + sum(ledger.extra_sequences.values()) == sequences
     assert ledger.kv_tokens == sum(entry.kv_tokens for entry in ledger.entries.values())
     assert ledger.prefill_tokens == sum(entry.prefill_tokens for entry in ledger.entries.values())
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -108,9 +109,11 @@ def test_what_could_still_start_is_not_left_waiting(waiting: list[Work], views: 
     for placement in placements:
         counts = full[placement.engine]
         counts[placement.work.class_name] = counts.get(placement.work.class_name, 0) + 1
-    after = [
-        engine(view.name, full[view.name], state=view.state, models=view.models, seats=view.seats) for view in views
-    ]
+    extra: dict[str, dict[str, int]] = {view.name: dict(view.extra_sequences) for view in views}
+    for placement in placements:
+        more, name = extra[placement.engine], placement.work.class_name
+        more[name] = more.get(name, 0) + placement.work.sequences - 1
+    after = [replace(view, in_flight=full[view.name], extra_sequences=extra[view.name]) for view in views]
     left = [one for one in waiting if one.id not in ids(placements)]
     assert not [
         one for one in left for view in after if eligible(one, view) and SIZING.admit(one, view, NOW_S).admitted

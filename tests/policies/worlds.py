@@ -84,6 +84,7 @@ def engine(
     seats: Reading = UNKNOWN,
     running: Reading = UNKNOWN,
     speaks_only: str | None = None,
+    extra_sequences: Mapping[str, int] | None = None,
 ) -> EngineView:
     return EngineView(
         name=name,
@@ -93,6 +94,7 @@ def engine(
         prefill_tokens=prefill_tokens,
         seats=seats,
         running=running,
+        extra_sequences=extra_sequences or {},
         speaks=lambda path: speaks_only is None or path == speaks_only,
     )
 
