@@ -36,6 +36,7 @@ class Refusal(Exception):
     type           OpenAI error type, e.g. "invalid_request_error"
     reason         short stable word for metrics and logs, e.g. "queue_full", "first_byte_timeout"
     retry_after_s  hint for the client, 1 to 60; None: no hint
+    predicted_ttft_s  time to first token that was predicted for the request, told in the body; None: not known
     headers        further response headers, e.g. WWW-Authenticate
     """
 
@@ -46,6 +47,7 @@ class Refusal(Exception):
     code: str | int | None = None
     param: str | None = None
     retry_after_s: float | None = None
+    predicted_ttft_s: float | None = None
     headers: tuple[tuple[str, str], ...] = field(default=())
 
     def __str__(self) -> str:
@@ -74,6 +76,7 @@ def error_object(refusal: Refusal) -> dict[str, object]:
         "type": refusal.type,
         "param": refusal.param,
         "code": refusal.code if refusal.code is not None else (refusal.reason or None),
+        **({} if refusal.predicted_ttft_s is None else {"predicted_ttft_s": round(refusal.predicted_ttft_s, 3)}),
     }
 
 

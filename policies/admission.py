@@ -62,9 +62,17 @@ def retry_after_s(depth: int, *, bound: int, served_per_s: float | None, draw: f
     Without an observed rate a full queue (`bound` works) is taken to need DRAIN_UNKNOWN_S; at a rate of 0 the hint is
     the longest.
     """
+    return spread_retry_s(wait_s(depth, bound=bound, served_per_s=served_per_s), draw=draw)
+
+
+def wait_s(depth: int, *, bound: int, served_per_s: float | None) -> float:
+    """Seconds until the works ahead have been served, as in `retry_after_s`, without spread and limits."""
     if served_per_s is None or math.isnan(served_per_s):
-        wait_s = DRAIN_UNKNOWN_S * depth / max(1, bound)
-    else:
-        wait_s = depth / served_per_s if served_per_s > 0 else math.inf
+        return DRAIN_UNKNOWN_S * depth / max(1, bound)
+    return depth / served_per_s if served_per_s > 0 else math.inf
+
+
+def spread_retry_s(seconds: float, *, draw: float) -> int:
+    """A hint of about so many seconds: whole ones, 1 to 60, +-20 % by `draw` in [0, 1)."""
     spread = 1 - SPREAD + 2 * SPREAD * draw
-    return max(RETRY_AFTER_MIN_S, min(RETRY_AFTER_MAX_S, math.ceil(min(wait_s, RETRY_AFTER_MAX_S) * spread)))
+    return max(RETRY_AFTER_MIN_S, min(RETRY_AFTER_MAX_S, math.ceil(min(seconds, RETRY_AFTER_MAX_S) * spread)))

@@ -18,13 +18,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from policies.estimators.pace import Pace
 from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, urgent
-from policies.ordering.feasibility import hopeful_first
 from policies.placement import Candidate, choose, eligible
 from policies.schema import Policy
 from policies.sizing import SizingPolicy
-from policies.vocabulary import Action, Decision, EngineState, EngineView, Verdict, Work
+from policies.vocabulary import Action, Decision, EngineView, Verdict, Work
 
 LOOK_AHEAD = 24
 """Refusals in a round after which a tenant's works of one kind are not looked at again."""
@@ -52,7 +50,7 @@ def plan_round(  # noqa: PLR0917 - one signature with place_one, read in this or
     draw: float,
     *,
     tenants: TenantCounters | None = None,
-    pace: Pace | None = None,
+    due: Sequence[Work] | None = None,
 ) -> list[Placement]:
     """Plan one round over a look-ahead into the queue.
 
@@ -60,14 +58,13 @@ def plan_round(  # noqa: PLR0917 - one signature with place_one, read in this or
     engines   views of all engines of the pool; unknown and down ones are left out here
     draw      uniform in [0, 1)
     tenants   service so far and works in flight by tenant; read, never changed. None: all tenants are level
-    pace      how fast the engines take prompts in; works that cannot be in time by it go after those that can
+    due       the works with a deadline in the order in which they are offered (`feasibility.Outlook`); None: by deadline
     """
     counters = TenantCounters() if tenants is None else tenants
     room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters)
     patient = backlogs(waiting, policy, counters, now_s)
     room.catch_up(patient)
-    due = urgent(waiting, policy, counters)
-    for work in due if pace is None else _hopeful_first(due, engines, pace, now_s):
+    for work in urgent(waiting, policy, counters) if due is None else due:
         if room.offer(work, "deadline"):
             room.catch_up(patient)
     for backlog in patient:
@@ -114,23 +111,6 @@ def explain(work: Work, engines: Sequence[EngineView], sizing: SizingPolicy, pol
         guards=verdict.guards,
         reason="turn of others" if verdict.admitted else "no room",
     )
-
-
-def _hopeful_first(due: Sequence[Work], engines: Sequence[EngineView], pace: Pace, now_s: float) -> list[Work]:
-    """Those that can be in time first; for each model its engines are one server of their joint speed."""
-    per_s: dict[str, float] = {}
-    pending: dict[str, int] = {}
-    for view in engines:
-        seconds = pace.seconds_per_token(view.name)
-        if view.state is EngineState.UP and seconds:
-            for model in view.models:
-                per_s[model] = per_s.get(model, 0.0) + 1 / seconds
-                pending[model] = pending.get(model, 0) + view.prefill_tokens
-
-    def seconds_of(work: Work) -> float | None:
-        return work.prompt_tokens / per_s[work.model] if work.model in per_s else None
-
-    return hopeful_first(due, seconds_of, lambda work: pending[work.model] / per_s[work.model], now_s)
 
 
 class _Round:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 
-from policies.schema import Classify, EngineWindows, FixedSizing, Policy, PolicyDocument, Rule, Shape
+from policies.schema import Classify, Degrade, EngineWindows, FixedSizing, Policy, PolicyDocument, Rule, Shape
 from policies.yaml_source import Finding, load, shown
 
 
@@ -133,6 +133,11 @@ def _class_findings(document: PolicyDocument) -> Iterator[Finding]:
         if one.ttft_sla_s is None and one.ttft_sla_per_1k_tokens_s:
             path = ("classes", name, "ttft_sla_per_1k_tokens_s")
             yield path, shown(path, one.ttft_sla_per_1k_tokens_s), "needs ttft_sla_s beside it, which it is added to"
+        if one.on_infeasible != "late" and not one.has_ttft_objective:
+            path = ("classes", name, "on_infeasible")
+            yield path, shown(path, one.on_infeasible), "needs ttft_sla_s: nothing is late without an objective"
+        if one.on_infeasible == "degrade" and one.degrade == Degrade():
+            yield ("classes", name, "degrade"), "empty", "must say model or max_tokens, since on_infeasible is degrade"
     shares = sum(one.min_share for one in document.classes.values() if not one.has_ttft_objective)
     if shares > 1:
         yield ("classes",), "a mapping", f"min_share of all classes without ttft_sla_s adds up to {shares:g}; at most 1"

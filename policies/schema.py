@@ -44,6 +44,20 @@ PATIENT_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Degrade:
+    """What a work that cannot be in time is turned into. Left out: that stays as it is.
+
+    model        another model, as engines know it; used where an engine serves it
+    max_tokens   the longest answer; a shorter limit of the client's stays
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    model: Text | None = None
+    max_tokens: Count | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ClassPolicy:
     """How the works of one class are treated.
 
@@ -52,6 +66,9 @@ class ClassPolicy:
     tpot_sla_s                mean gap between tokens that its answers may have; None: no objective
     max_request_batch         prompts, texts or documents that one work may carry; a request with more is split.
                               None: 8 with an objective, 64 without
+    on_infeasible             with an objective: what becomes of works that cannot be in time. "late": they go last; "shed":
+                              they are answered 429; "degrade": they try once more as `degrade` says, and are late then
+    degrade                   what on_infeasible: degrade makes of a work
     max_queue                 works that may wait; the next one is shed with 429
     max_wait_s                longest wait in our queue before a work is answered 503
     max_age_s                 without an objective: works about to be older go first; None: none does
@@ -64,6 +81,8 @@ class ClassPolicy:
     ttft_sla_per_1k_tokens_s: SecondsFromZero = 0.0
     tpot_sla_s: Seconds | None = None
     max_request_batch: Count | None = None
+    on_infeasible: Literal["late", "shed", "degrade"] = "late"
+    degrade: Degrade = Degrade()
     max_queue: Count = 1000
     max_wait_s: Seconds = 120.0
     max_age_s: Seconds | None = 120.0

@@ -35,7 +35,9 @@ from gateway.dispatch.steward import Hearing, Steward
 from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport
 from policies.dispatching import Placement, place_one, plan_round
 from policies.estimators.pace import Pace
-from policies.ordering import TenantCounters
+from policies.ordering import TenantCounters, urgent
+from policies.ordering.feasibility import Outlook
+from policies.ordering.shedding import Infeasible, Shedding
 from policies.placement import eligible
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingPolicy
@@ -89,8 +91,10 @@ class Dispatcher:
         "_pace",
         "_presence",
         "_queue",
+        "_refuse",
         "_rng",
         "_roster",
+        "_shedding",
         "_sink",
         "_sizing",
         "_steward",
@@ -116,10 +120,11 @@ class Dispatcher:
         clock: Clock,
         rng: random.Random,
         deliver: Callable[[Grant], bool],
+        refuse: Callable[[Infeasible], bool],
         sink: Sink,
         meter: Meter | None = None,
     ) -> None:
-        """deliver hands a grant to the owner in this process; False when the work is not waiting here."""
+        """deliver hands a grant to the owner in this process; False when the work is not waiting here. refuse likewise."""
         self._queue = queue
         self._presence = presence
         self._store = store
@@ -132,10 +137,12 @@ class Dispatcher:
         self._clock = clock
         self._rng = rng
         self._deliver = deliver
+        self._refuse = refuse
         self._sink = sink
         self._meter = meter or Unmetered()
         self.tenants = TenantCounters()
         self._pace = Pace()
+        self._shedding = Shedding()
         self._depths: Mapping[tuple[str, str], int] = {}
         self._looked_at: Sequence[Work] = ()
         self._latest: dict[str, Work] = {}
@@ -261,6 +268,11 @@ class Dispatcher:
             self._wake.set()
 
     @property
+    def leads(self) -> bool:
+        """This process decides for the pool."""
+        return self._presence.leads
+
+    @property
     def depth_seen(self) -> int:
         """Works that the queue held at our last look."""
         return sum(self._depths.values())
@@ -335,9 +347,11 @@ class Dispatcher:
             begun_s = self._clock.now_s()
             views = self._roster.views(begun_s)
             draw = self._rng.random()
-            placements = plan_round(
-                fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, pace=self._pace
-            )
+            outlook = Outlook(urgent(fresh, policy, self.tenants), views, self._pace, now_s)
+            due = outlook.order
+            if refused := self._refuse_infeasible(outlook, policy, now_s):
+                due = [work for work in due if work.id not in refused]
+            placements = plan_round(fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, due=due)
             self._meter.decided("round", self._clock.now_s() - begun_s)
             for engine, works in Counter(placement.engine for placement in placements).items():
                 self._meter.dispatched(engine, works)
@@ -380,6 +394,19 @@ class Dispatcher:
         except QueueUnavailable:
             return await self._queue.claim_many(grants, now_ms=self._presence.now_ms())
 
+    def _refuse_infeasible(self, outlook: Outlook, policy: Policy, now_s: float) -> set[str]:
+        """Refuse what cannot be in time where its class says so; ids of those that heard it. Works of other processes
+        keep their place behind the rest: their owners give them up at their deadlines."""
+        refused: set[str] = set()
+        for one in self._shedding.refusals(outlook, policy, now_s):
+            work = one.work
+            if not self._refuse(one):
+                continue
+            refused.add(work.id)
+            self._shedding.refused(work.tenant, now_s, by_size=one.by_size)
+            self._sink(one.decision(policy, now_s))
+        return refused
+
     def _grant(self, placement: Placement, now_s: float) -> Grant:
         work, engine = placement.work, placement.engine
         attempt = work.attempt + 1
@@ -388,6 +415,8 @@ class Dispatcher:
             return Grant(work.id, runs_on, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
         self._count(work, engine, attempt, now_s)
         self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
+        if work.deadline_s is not None:
+            self._shedding.granted(work.tenant, now_s)
         self._sink(placement.decision)
         return Grant(work.id, engine, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
 

@@ -97,6 +97,7 @@ class Member:
             clock=clock,
             rng=rng,
             deliver=self.owner.granted,
+            refuse=self.owner.refused,
             sink=sink,
             meter=meter,
         )

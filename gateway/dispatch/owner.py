@@ -24,6 +24,7 @@ from gateway.control.presence import Presence
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.queue.base import Enqueued, Queue, QueueUnavailable, Session, SessionLost, SessionReport
 from gateway.queue.batcher import Batcher
+from policies.ordering.shedding import Infeasible
 from policies.vocabulary import Grant, Outcome, Work
 
 RECONCILE_S = 1.0
@@ -37,15 +38,30 @@ class QueueFull(Exception):
     """The class already has as many works waiting as its policy allows."""
 
 
+class TooLate(Exception):
+    """The pool's decider predicts that the work cannot be in time, and its class asks for a refusal then."""
+
+    def __init__(self, infeasible: Infeasible) -> None:
+        super().__init__(infeasible.work.id)
+        self.infeasible = infeasible
+
+
 @dataclass(slots=True)
 class _Waiter:
     work: Work
+    refusable: bool
     granted: asyncio.Future[Grant] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     entering: asyncio.Timeout | None = None
 
     def start(self, grant: Grant) -> None:
         """Wait no longer, neither for the store to take the work."""
         self.granted.set_result(grant)
+        if self.entering is not None:
+            self.entering.reschedule(0.0)
+
+    def refuse(self, infeasible: Infeasible) -> None:
+        """Wait no longer, since it would be in vain."""
+        self.granted.set_exception(TooLate(infeasible))
         if self.entering is not None:
             self.entering.reschedule(0.0)
 
@@ -100,14 +116,14 @@ class Owner:
         assert self._dispatcher is not None
         return self._dispatcher.start_now(work)
 
-    async def wait(self, work: Work, max_queue: Mapping[str, int]) -> Grant:
+    async def wait(self, work: Work, max_queue: Mapping[str, int], *, refusable: bool = True) -> Grant:
         """Leave to start, when there is room; cancel to stop waiting. The caller owes one `finished` per grant.
 
-        Raises QueueFull, and QueueUnavailable when the store could not take the work for STORE_PATIENCE_S.
+        Raises QueueFull, TooLate if `refusable`, and QueueUnavailable when the store could not take the work for STORE_PATIENCE_S.
         """
         dispatcher = self._dispatcher
         assert dispatcher is not None
-        waiter = _Waiter(work)
+        waiter = _Waiter(work, refusable)
         self._waiting[work.id] = waiter
         dispatcher.entered(work)
         try:
@@ -117,13 +133,21 @@ class Owner:
                 dispatcher.wake()
             return await waiter.granted
         except BaseException:
-            if waiter.granted.done() and not waiter.granted.cancelled():
+            if waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
                 dispatcher.finished(work, waiter.granted.result(), None)
             self._forget(work.id)
             raise
         finally:
             self._waiting.pop(work.id, None)
             dispatcher.left(work)
+
+    def refused(self, infeasible: Infeasible) -> bool:
+        """The decider refuses a work; False when it does not wait here, or is not to be refused."""
+        waiter = self._waiting.get(infeasible.work.id)
+        if waiter is None or waiter.granted.done() or not waiter.refusable:
+            return False
+        waiter.refuse(infeasible)
+        return True
 
     def finished(self, work: Work, grant: Grant, outcome: Outcome | None) -> None:
         """An attempt ended. With its outcome the work is over; with None it goes on elsewhere and keeps its entry."""

@@ -21,16 +21,17 @@ from backends.base import Backend, EngineRequest, Headers, Priority
 from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
 from gateway.control.roster import Roster
+from gateway.dispatch import refusals
 from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.faults import Fault
 from gateway.dispatch.flow import Flow
-from gateway.dispatch.owner import NO_BOUND, Owner, QueueFull
+from gateway.dispatch.owner import NO_BOUND, Owner, QueueFull, TooLate
 from gateway.dispatch.relay import AttemptEnd, Relay
 from gateway.dispatch.reply import Outlet, Reply
 from gateway.dispatch.watchdog import Watchdog
-from gateway.errors import Refusal, model_not_found
+from gateway.errors import Refusal
 from gateway.exchange import Exchange
 from gateway.ingress.body_edits import edited
 from gateway.instruments import ITL, REQUEST_PARTS
@@ -38,15 +39,19 @@ from gateway.logs import Log
 from gateway.queue.base import QueueUnavailable
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
-from policies.admission import admit, retry_after_s, shed
+from policies.admission import admit, retry_after_s, shed, spread_retry_s, wait_s
 from policies.classify import Caller, Classified, UnknownClass, classify, placed
-from policies.schema import Policy
+from policies.ordering.shedding import Infeasible
+from policies.schema import ClassPolicy, Degrade, Policy
 from policies.vocabulary import EngineState, Grant, Outcome, Result, Work
 
 MAX_ATTEMPTS = 2
-NO_ENGINE_RETRY_S = 5.0
 RANK_STEP_S = 1e-6
 """Between the ranks of two parts of one request: keeps them in order, and lets nobody pass who came a moment later."""
+CLIENTS_SHARE = 0.9
+"""Of the time that a client says it waits: the rest is the way there and back."""
+DEADLINE = "its deadline"
+_LIMIT_FIELD = {"/v1/responses": "max_output_tokens", "/v1/chat/completions": "max_completion_tokens"}
 _USAGE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
@@ -68,6 +73,7 @@ class _Course:
     output_tokens: int = 0
     engine_ttft_s: float | None = None
     relay: Relay | None = None
+    degraded: bool = False
 
 
 class Service:
@@ -222,6 +228,10 @@ class Service:
     def _work(self, exchange: Exchange, found: Classified) -> Work:
         """What the queue will order. Raises Refusal for a stored response that is not known."""
         facts = exchange.facts
+        accepted_s, deadline_s = self._accepted_pool_s(exchange), found.deadline_s
+        if deadline_s is not None and exchange.read_timeout_s is not None:
+            # Who waits for less time than the class promises is served in that time or not at all.
+            deadline_s = min(deadline_s, accepted_s + CLIENTS_SHARE * exchange.read_timeout_s)
         pinned = None
         if facts.previous_response_id is not None:
             pinned = self._keeper(facts.previous_response_id)
@@ -231,12 +241,12 @@ class Service:
             tenant=exchange.tenant,
             model=self._aliases.get(facts.model, facts.model),
             path=exchange.path,
-            accepted_s=self._accepted_pool_s(exchange),
-            rank=found.rank,
+            accepted_s=accepted_s,
+            rank=found.rank if deadline_s is None else min(found.rank, deadline_s),
             prompt_tokens=facts.prompt_tokens,
             max_tokens=facts.max_tokens,
             sequences=facts.sequences,
-            deadline_s=found.deadline_s,
+            deadline_s=deadline_s,
             pinned_engine=pinned,
         )
 
@@ -256,7 +266,7 @@ class Service:
         """Refuse what no engine can take now, and what its class has no room for: so many works at a time."""
         work = course.work
         if not self._somebody_serves(work):
-            refusal = self._nobody(work)
+            refusal = refusals.nobody_serves(work, self._roster, draw=self._rng.random())
             course.result = Result.CLIENT_ERROR if refusal.status == 404 else Result.UNAVAILABLE
             raise refusal
         if course.accepted:
@@ -271,32 +281,12 @@ class Service:
         )
         if refused is not None:
             course.result = Result.SHED
-            raise _shed(refused.reason, refused.message, refused.retry_after_s)
+            raise refusals.of(refused)
 
     def _somebody_serves(self, work: Work) -> bool:
         return any(
             engine.name not in work.avoid and work.pinned_engine in {None, engine.name}
             for engine in self._roster.serving(work.model, work.path)
-        )
-
-    def _nobody(self, work: Work) -> Refusal:
-        """Why no engine can take a work: a path or a model that nobody has is 404, an engine that is away 503."""
-        listed = [engine for engine in self._roster if work.model in engine.models]
-        if listed and not any(engine.backend and engine.backend.speaks(work.path) for engine in listed):
-            return Refusal(
-                404,
-                f"model {work.model[:100]!r} is not served at {work.path}: no engine that has it speaks that route",
-                reason="route_not_served",
-                code="route_not_served",
-            )
-        if not listed and self._roster.any_up() and all(e.state is not EngineState.STARTING for e in self._roster):
-            return model_not_found(work.model)
-        return Refusal(
-            503,
-            f"no engine can serve model {work.model[:100]!r} now; try again",
-            "server_error",
-            "no_engine",
-            retry_after_s=NO_ENGINE_RETRY_S * self._rng.uniform(0.6, 1.4),
         )
 
     # -- waiting and trying ----------------------------------------------------------------------------------------
@@ -305,9 +295,9 @@ class Service:
         self._admit(course, policy)
         while True:
             work = course.work
-            grant = self._owner.start_now(work)
+            grant = self._owner.start_now(work) or await self._wait(exchange, course, policy)
             if grant is None:
-                grant = await self._wait(exchange, course, policy)
+                continue
             course.grant = grant
             if course.granted_s is None:
                 course.granted_s = self._clock.now_s()
@@ -333,15 +323,25 @@ class Service:
             course.work = again
             self._telemetry.retry(grant.engine, fault.refusal.reason)
 
-    async def _wait(self, exchange: Exchange, course: _Course, policy: Policy) -> Grant:
-        """Wait in the queue for a grant, as long as the class, the client and the kind of answer allow."""
-        work = course.work
-        bounds = {name: NO_BOUND if course.accepted else one.max_queue for name, one in policy.classes.items()}
-        bound_s, timer = self._patience(exchange, policy.class_policy(work.class_name).max_wait_s)
+    async def _wait(self, exchange: Exchange, course: _Course, policy: Policy) -> Grant | None:
+        """Wait in the queue for a grant, as long as the class, the client and the kind of answer allow.
+
+        None: the work could not be in time and was made a smaller one, which is to be tried now.
+        """
+        work, one = course.work, policy.class_policy(course.work.class_name)
+        refusable = one.on_infeasible != "late" and not (course.degraded or course.accepted or work.attempt)
+        bounds = {name: NO_BOUND if course.accepted else of.max_queue for name, of in policy.classes.items()}
+        bound_s, timer = self._patience(exchange, one.max_wait_s)
+        if refusable and work.deadline_s is not None and not self._dispatcher.leads:
+            # The pool's decider is another process: it cannot refuse what waits here, so this one does, at the end.
+            bound_s, timer = min((bound_s, timer), (work.deadline_s - work.accepted_s, DEADLINE))
         left_s = exchange.accepted_s + bound_s - self._clock.now_s()
         try:
             async with asyncio.timeout(max(0.0, left_s)):
-                return await self._owner.wait(work, bounds)
+                return await self._owner.wait(work, bounds, refusable=refusable)
+        except TooLate as error:
+            self._too_late(exchange, course, one, error.infeasible)
+            return None
         except QueueFull:
             course.result = Result.SHED
             depth = self._dispatcher.depth(work.class_name)
@@ -352,31 +352,49 @@ class Service:
                 served_per_s=self._flow.per_s(work.class_name, self._clock.now_s()),
                 draw=self._rng.random(),
             )
-            raise _shed(refused.reason, refused.message, refused.retry_after_s) from None
+            raise refusals.of(refused) from None
         except QueueUnavailable as error:
             course.result = Result.UNAVAILABLE
             self._log.warning("queue unavailable", error=str(error), repeat_key="queue unavailable")
-            raise Refusal(
-                503,
-                "the queue cannot take requests now; try again",
-                "server_error",
-                "queue_unavailable",
-                retry_after_s=NO_ENGINE_RETRY_S * self._rng.uniform(0.4, 1.2),
-            ) from None
+            raise refusals.queue_unavailable(draw=self._rng.random()) from None
         except TimeoutError:
+            if timer == DEADLINE:
+                self._too_late(exchange, course, one, None)
+                return None
             course.result = Result.SHED
-            raise Refusal(
-                503,
-                f"no engine had room within {timer} = {bound_s:g} s; try again later or lower the load",
-                "server_error",
-                "wait_too_long",
-                retry_after_s=retry_after_s(
-                    self._dispatcher.depth(work.class_name),
-                    bound=bounds[work.class_name],
-                    served_per_s=self._flow.per_s(work.class_name, self._clock.now_s()),
-                    draw=self._rng.random(),
-                ),
-            ) from None
+            retry_s = retry_after_s(
+                self._dispatcher.depth(work.class_name),
+                bound=bounds[work.class_name],
+                served_per_s=self._flow.per_s(work.class_name, self._clock.now_s()),
+                draw=self._rng.random(),
+            )
+            raise refusals.wait_too_long(timer, bound_s, retry_s) from None
+
+    def _too_late(self, exchange: Exchange, course: _Course, one: ClassPolicy, infeasible: Infeasible | None) -> None:
+        """A work cannot be in time: make it a smaller one if its class says so, else raise the refusal with a hint."""
+        work = course.work
+        if one.on_infeasible == "degrade" and not course.degraded:
+            course.degraded = True
+            course.work = self._degraded(work, one.degrade)
+            exchange.response_headers.append(("x-headrace-degraded", "1"))
+            return
+        course.result = Result.SHED
+        if infeasible is None:
+            served_per_s = self._flow.per_s(work.class_name, self._clock.now_s())
+            wait = wait_s(self._dispatcher.depth(work.class_name), bound=one.max_queue, served_per_s=served_per_s)
+            raise refusals.infeasible(work, one, spread_retry_s(wait, draw=self._rng.random()), None)
+        predicted_s = self._clock.now_s() - exchange.accepted_s + infeasible.first_token_in_s
+        retry_s = spread_retry_s(infeasible.feasible_in_s, draw=self._rng.random())
+        raise refusals.infeasible(work, one, retry_s, predicted_s)
+
+    def _degraded(self, work: Work, degrade: Degrade) -> Work:
+        """The smaller work: another model where an engine serves it, and a shorter answer."""
+        model, most = work.model, work.max_tokens
+        if degrade.model is not None and self._roster.serving(degrade.model, work.path):
+            model = degrade.model
+        if degrade.max_tokens is not None:
+            most = degrade.max_tokens if most is None else min(most, degrade.max_tokens)
+        return replace(work, id=next(self._ids), model=model, max_tokens=most)
 
     def _patience(self, exchange: Exchange, max_wait_s: float) -> tuple[float, str]:
         """The smallest of the bounds on waiting, from acceptance, with its name."""
@@ -384,7 +402,7 @@ class Service:
         if not exchange.facts.stream:
             bounds.append((self._timeouts.nonstream_wait_s, "nonstream_wait_s"))
         if exchange.read_timeout_s is not None:
-            bounds.append((exchange.read_timeout_s * 0.9, "the client's own time-out, less a tenth,"))
+            bounds.append((exchange.read_timeout_s * CLIENTS_SHARE, "the client's own time-out, less a tenth,"))
         return min(bounds)
 
     async def _attempt(self, exchange: Exchange, reply: Outlet, course: _Course, grant: Grant) -> AttemptEnd:
@@ -433,6 +451,8 @@ class Service:
             model=work.model if work.model != exchange.facts.model else None,
             include_usage=strip_usage,
             priority=None if priority is None else self._engine_priority(work.class_name, priority),
+            output_limit=work.max_tokens if work.max_tokens != exchange.facts.max_tokens else None,
+            limit_field=_LIMIT_FIELD.get(exchange.path, "max_tokens"),
         )
         headers = exchange.headers
         if work.attempt or self._request_ids[exchange.request_id] > 1:
@@ -458,7 +478,7 @@ class Service:
                 f"engine {name}, which keeps this response, is away; try again",
                 "server_error",
                 "no_engine",
-                retry_after_s=NO_ENGINE_RETRY_S,
+                retry_after_s=refusals.NO_ENGINE_RETRY_S,
             )
         relay = Relay(
             exchange,
@@ -553,10 +573,6 @@ def _tell(reply: Outlet, fault: Fault) -> None:
         reply.fail(fault.refusal)
     else:
         reply.relay_error(fault.refusal, fault.body, fault.content_type)
-
-
-def _shed(reason: str, message: str, retry_after_s_: float) -> Refusal:
-    return Refusal(429, message, "rate_limit_error", reason, retry_after_s=retry_after_s_)
 
 
 def _set_header(exchange: Exchange, name: str, value: str) -> None:

@@ -3,6 +3,7 @@
     model             an alias becomes the name the engine knows
     stream_options    include_usage is asked for, so that tokens can be counted
     priority          the engine's own scheduling follows our class
+    output limit      a work that cannot be in time is shortened, where its class says so (`on_infeasible: degrade`)
     return_token_ids  an exact resume needs them
 
 Each is made only where the engine's adapter declares the capability, and what an edit adds to the answer is taken out
@@ -24,6 +25,8 @@ from backends.dialects.scan import members, skip_space
 from gateway.ingress.multipart import renamed
 
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
+LIMIT_FIELDS = frozenset({"max_completion_tokens", "max_tokens", "max_output_tokens"})
+"""Top-level members by which the dialects limit an answer; TGI's native routes nest theirs, and keep it."""
 _MERGED = frozenset({"stream_options"})
 
 
@@ -34,9 +37,12 @@ def edited(
     include_usage: bool = False,
     priority: int | None = None,
     return_token_ids: bool = False,
+    output_limit: int | None = None,
+    limit_field: str = "max_tokens",
 ) -> bytes:
     """The body with the edits that are asked for; None and False ask for nothing.
 
+    output_limit   replaces every limit that the client wrote; limit_field is written where it wrote none
     Of a multipart body only the model can be edited. Anything else that is no JSON object stays as it is.
     """
     if not _OBJECT.match(body):
@@ -50,6 +56,9 @@ def edited(
         edits["priority"] = b"%d" % priority
     if return_token_ids:
         edits["return_token_ids"] = b"true"
+    if output_limit is not None:
+        written = {key for key, _, _ in members(body)} & LIMIT_FIELDS
+        edits.update(dict.fromkeys(sorted(written) or [limit_field], b"%d" % output_limit))
     return splice(body, edits)
 
 

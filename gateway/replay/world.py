@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from backends.simulated import sequence as simulated
 from backends.simulated.blocks import BLOCK_TOKENS
 from gateway.dispatch.dispatcher import LOOK_AHEAD_OTHER
-from gateway.dispatch.owner import QueueFull
+from gateway.dispatch.owner import QueueFull, TooLate
 from gateway.dispatch.service import MAX_ATTEMPTS
 from gateway.exchange import Facts
 from gateway.logs import Log
@@ -343,6 +343,8 @@ class World:
                 )
         except QueueFull:
             self._settle(course, Result.SHED, "queue_full")
+        except TooLate:
+            self._settle(course, Result.SHED, "infeasible")
         except TimeoutError:
             self._settle(course, Result.SHED, "wait_too_long")
         else:

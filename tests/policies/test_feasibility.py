@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from policies.dispatching import plan_round
 from policies.estimators.pace import Pace
 from policies.limits import LIMITS
-from policies.ordering.feasibility import SPARE, STRETCH, hopeful_first
-from policies.vocabulary import Work
+from policies.ordering.feasibility import SPARE, STRETCH, Outlook, triage
+from policies.ordering.shedding import SHARE_BY_SIZE, Infeasible, Shedding
+from policies.vocabulary import Action, Guard, Work
 from tests.policies.worlds import NOW_S, engine, policy, work
 
 SECONDS_PER_TOKEN = 1e-3
@@ -24,7 +26,8 @@ def due(number: int, *, prompt_tokens: int, within_s: float) -> Work:
 
 def ordered(works: list[Work], ahead_s: float = 0.0) -> list[Work]:
     works = sorted(works, key=lambda one: (one.deadline_s or 0.0, one.id))
-    return hopeful_first(works, lambda one: one.prompt_tokens * SECONDS_PER_TOKEN, lambda _one: ahead_s, NOW_S)
+    found = triage(works, lambda one: one.prompt_tokens * SECONDS_PER_TOKEN, lambda _one: ahead_s, NOW_S)
+    return [*found.hopeful, *found.given_up]
 
 
 def in_time(works: list[Work]) -> int:
@@ -88,7 +91,8 @@ def test_a_round_places_those_that_can_be_in_time_first_by_the_pace_it_learned()
     sizing = LIMITS["fixed"](policy("version: 1\nclasses: {chat: {ttft_sla_s: 1}}\nsizing: {fixed: {total: 1}}\n"))
 
     blind = plan_round(works, [engine()], sizing, policy(), NOW_S, 0.5)
-    seeing = plan_round(works, [engine()], sizing, policy(), NOW_S, 0.5, pace=pace)
+    order = Outlook(works, [engine()], pace, NOW_S).order
+    seeing = plan_round(works, [engine()], sizing, policy(), NOW_S, 0.5, due=order)
 
     assert [one.work.id for one in blind] == ["w0"]
     assert [one.work.id for one in seeing] == ["w1"]
@@ -117,3 +121,90 @@ def test_a_short_prompt_or_one_that_came_to_nothing_teaches_no_pace() -> None:
     pace.first_token("kept", 1, NOW_S + 9)
 
     assert pace.seconds_per_token("e0") is None
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+SHEDS = policy("version: 1\nclasses: {chat: {ttft_sla_s: 1, on_infeasible: shed}}\n")
+
+
+def paced(seconds_per_token: float = SECONDS_PER_TOKEN) -> Pace:
+    """An engine that takes prompts in at this pace."""
+    pace = Pace()
+    pace.granted("e0", "seen", 1, 2000, NOW_S - 9)
+    pace.first_token("seen", 1, NOW_S - 9 + 2000 * seconds_per_token)
+    return pace
+
+
+def refused(
+    works: list[Work], shedding: Shedding | None = None, *, prefill_tokens: int = 0, now_s: float = NOW_S
+) -> list[Infeasible]:
+    works = sorted(works, key=lambda one: (one.deadline_s or 0.0, one.id))
+    outlook = Outlook(works, [engine(prefill_tokens=prefill_tokens)], paced(), now_s)
+    return (Shedding() if shedding is None else shedding).refusals(outlook, SHEDS, now_s)
+
+
+def test_what_comes_last_behind_too_many_is_refused_with_the_time_that_it_would_take() -> None:
+    (one,) = refused([due(0, prompt_tokens=300, within_s=1.0)], prefill_tokens=3000)
+
+    assert one.first_token_in_s == pytest.approx(STRETCH * 3.3)
+    assert one.feasible_in_s == pytest.approx(STRETCH * 3.3 - 0.9)
+
+
+def test_what_is_late_by_little_waits_behind_the_others_instead_of_being_refused() -> None:
+    assert not refused([due(0, prompt_tokens=300, within_s=1.0)], prefill_tokens=900)
+
+
+def test_what_has_waited_too_long_is_refused_however_free_the_engine_is() -> None:
+    works = [due(0, prompt_tokens=300, within_s=1.0)]
+
+    assert not refused(works, now_s=NOW_S + 0.5)
+    assert [one.work.id for one in refused(works, now_s=NOW_S + 0.8)] == ["w0"]
+
+
+def test_a_prompt_that_is_too_long_even_for_an_idle_engine_is_not_refused_since_no_retry_would_help() -> None:
+    assert not refused([due(0, prompt_tokens=5000, within_s=1.0)], prefill_tokens=9000)
+
+
+def test_a_work_that_an_engine_had_already_is_not_refused() -> None:
+    assert not refused([replace(due(0, prompt_tokens=300, within_s=1.0), attempt=1)], prefill_tokens=9000)
+
+
+def test_a_class_that_would_rather_be_late_is_never_refused() -> None:
+    works = [due(0, prompt_tokens=300, within_s=1.0)]
+    outlook = Outlook(works, [engine(prefill_tokens=9000)], paced(), NOW_S)
+
+    assert not Shedding().refusals(outlook, policy(), NOW_S)
+
+
+def test_without_a_pace_nobody_is_refused() -> None:
+    outlook = Outlook([due(0, prompt_tokens=300, within_s=1.0)], [engine(prefill_tokens=9000)], Pace(), NOW_S)
+
+    assert not Shedding().refusals(outlook, SHEDS, NOW_S)
+
+
+def test_long_prompts_are_refused_for_their_length_in_a_twentieth_of_their_tenants_requests_at_most() -> None:
+    shedding = Shedding()
+    for _ in range(100):
+        shedding.granted("t", NOW_S)
+    long = [due(number, prompt_tokens=740 - number, within_s=2.0) for number in range(20)]
+    short = [due(20 + number, prompt_tokens=60, within_s=7.0) for number in range(80)]
+
+    found = [one for one in refused([*long, *short], shedding) if one.by_size]
+    for _ in found:
+        shedding.refused("t", NOW_S, by_size=True)
+    again = [one for one in refused([*long, *short], shedding) if one.by_size]
+
+    assert 0 < len(found) <= SHARE_BY_SIZE * (100 + len(long))
+    assert all(one.work.prompt_tokens > 60 for one in found)
+    assert len(again) <= 1
+
+
+def test_a_refusal_is_recorded_with_the_prediction_against_the_objective() -> None:
+    (one,) = refused([due(0, prompt_tokens=300, within_s=1.0)], prefill_tokens=3000)
+
+    decision = one.decision(SHEDS, NOW_S)
+
+    assert (decision.action, decision.binding, decision.work_id) == (Action.SHED, Guard.TTFT, "w0")
+    (reading,) = decision.guards
+    assert (reading.value, reading.threshold) == pytest.approx((STRETCH * 3.3, 0.9))

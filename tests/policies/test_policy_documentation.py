@@ -21,6 +21,7 @@ EXAMPLES = sorted((ROOT / "deploy/policies").glob("*.yaml"))
 SECTIONS: dict[str, type] = {
     "The document": schema.PolicyDocument,
     "classes.NAME": schema.ClassPolicy,
+    "classes.NAME.degrade": schema.Degrade,
     "classify": schema.Classify,
     "classify.rules[]": schema.Rule,
     "classify.shape": schema.Shape,

@@ -112,6 +112,20 @@ def test_numbers_keep_the_form_the_client_gave_them() -> None:
     assert edited(body, model="b").startswith(b'{"temperature":1.000,"seed":123456789012345678901234567890,')
 
 
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (b'{"model":"m"}', b'{"model":"m","max_output_tokens":7}'),
+        (b'{"max_tokens": 500, "n": 1}', b'{"max_tokens": 7, "n": 1}'),
+        (b'{"max_tokens":500,"max_completion_tokens":9}', b'{"max_tokens":7,"max_completion_tokens":7}'),
+    ],
+)
+def test_every_limit_of_the_client_is_replaced_and_one_is_written_where_there_was_none(
+    body: bytes, wanted: bytes
+) -> None:
+    assert edited(body, output_limit=7, limit_field="max_output_tokens") == wanted
+
+
 def test_without_edits_it_is_the_same_object() -> None:
     body = b'{"model":"a"}'
 

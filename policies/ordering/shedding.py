@@ -1,0 +1,114 @@
+"""Which works are refused because they cannot be in time: for classes that say `on_infeasible: shed` or `degrade`.
+
+A refusal at once is worth more to a client than an answer that comes too late, and gives the engines' time to somebody
+who can still be in time. But a prediction may be wrong, and a rule that always gives up the longest would shut out whoever
+has long prompts. So a work is refused
+
+* when it could not be in time even alone on the idle pool any more: it has waited too long;
+* when it came last, and those before it leave no time for it;
+* when it was given up for its length, at most SHARE_BY_SIZE of its tenant's requests of the last minute. Beyond that it
+  waits behind the others, and may be lucky.
+
+In the latter two it has to be late also if the engines were faster than predicted by far (CERTAIN). Order is decided with
+margins on the safe side, since they cost nothing there; a refusal gives up a work that might have been in time.
+
+Never refused: a work that an engine had already (it was promised), and one whose prompt is too long to be in time on the
+idle pool: no retry would help it.
+
+The state, how many requests each tenant had of late, has one writer: the pool's dispatcher.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from policies.ordering.feasibility import SPARE, STRETCH, Outlook, latest_s
+from policies.schema import Policy
+from policies.vocabulary import Action, Decision, Guard, GuardReading, Work
+
+SHARE_BY_SIZE = 0.05
+CERTAIN = 0.5
+"""Part of the predicted time in which a first token would have to come, for a work to be worth keeping."""
+FADES_IN_S = 60.0
+TENANTS_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Infeasible:
+    """Why a work is refused. first_token_in_s: as predicted, from now; feasible_in_s: when one like it could be in time;
+    by_size: for its length, while others that came later stay."""
+
+    work: Work
+    first_token_in_s: float
+    feasible_in_s: float
+    by_size: bool
+
+    def decision(self, policy: Policy, now_s: float) -> Decision:
+        """The record of the refusal: the time to its first token against what its objective leaves, from acceptance."""
+        work = self.work
+        value = now_s - work.accepted_s + self.first_token_in_s
+        reading = GuardReading(Guard.TTFT, value, latest_s(work) - work.accepted_s, passed=False)
+        return Decision(
+            Action.SHED, now_s, policy.version, work.class_name, "", work.id, Guard.TTFT, (reading,), "infeasible"
+        )
+
+
+class Shedding:
+    """See the module header."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, float, float]] = {}
+
+    def granted(self, tenant: str, now_s: float) -> None:
+        """A request of the tenant got its place."""
+        self._count(tenant, now_s, by_size=False)
+
+    def refused(self, tenant: str, now_s: float, *, by_size: bool) -> None:
+        """A request of the tenant was refused as infeasible."""
+        self._count(tenant, now_s, by_size=by_size)
+
+    def refusals(self, outlook: Outlook, policy: Policy, now_s: float) -> list[Infeasible]:
+        """Who is to be refused now. Changes nothing."""
+        found: list[Infeasible] = []
+        spent: dict[str, int] = {}
+        for work in outlook.triage.given_up:
+            one = policy.class_policy(work.class_name)
+            if one.on_infeasible == "late" or work.attempt:
+                continue
+            alone_s, first_s = outlook.alone_s(work), outlook.first_token_in_s(work)
+            objective_s = one.ttft_objective_s(work.prompt_tokens)
+            if alone_s is None or first_s is None or objective_s is None or work.deadline_s is None:
+                continue
+            allowed_s = (1 - SPARE) * objective_s
+            if STRETCH * alone_s > allowed_s:
+                continue
+            by_size = False
+            if not outlook.hopeless(work):
+                if now_s + CERTAIN * first_s / STRETCH <= work.deadline_s:
+                    continue
+                by_size = work.id in outlook.triage.by_size
+                if by_size:
+                    if not self._may(work.tenant, spent.get(work.tenant, 0), now_s):
+                        continue
+                    spent[work.tenant] = spent.get(work.tenant, 0) + 1
+            found.append(Infeasible(work, first_s, max(0.0, first_s - allowed_s), by_size))
+        return found
+
+    def _may(self, tenant: str, spent: int, now_s: float) -> bool:
+        """Whether one more of the tenant's requests may be refused for its length."""
+        seen, by_size, at_s = self._seen.get(tenant, (0.0, 0.0, now_s))
+        fade = math.exp((at_s - now_s) / FADES_IN_S)
+        return by_size * fade + spent + 1 <= max(1.0, SHARE_BY_SIZE * (seen * fade + spent))
+
+    def _count(self, tenant: str, now_s: float, *, by_size: bool) -> None:
+        seen, shed, at_s = self._seen.pop(tenant, (0.0, 0.0, now_s))
+        fade = math.exp(min(0.0, at_s - now_s) / FADES_IN_S)
+        self._seen[tenant] = (seen * fade + 1, shed * fade + by_size, now_s)
+        if len(self._seen) > TENANTS_KEPT:  # the one not heard of for the longest
+            self._seen.pop(next(iter(self._seen)))
+
+    def __repr__(self) -> str:
+        return f"<Shedding tenants={len(self._seen)}>"
