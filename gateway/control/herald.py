@@ -35,7 +35,7 @@ OpenKind = Callable[[Engine, str], Awaitable[Backend]]
 class Herald:
     """See the module header.
 
-    learned   what a leader has learned, JSON-ready; restore takes a predecessor's over
+    learned   what a leader has learned, JSON-ready; restore takes a predecessor's over, on_learned hears a leader's
     """
 
     __slots__ = (
@@ -46,6 +46,7 @@ class Herald:
         "_learned",
         "_news",
         "_on_heard",
+        "_on_learned",
         "_open",
         "_presence",
         "_publish_due_s",
@@ -67,6 +68,7 @@ class Herald:
         learned: Callable[[], Mapping[str, object]],
         restore: Callable[[Mapping[str, object]], None],
         on_heard: Callable[[Engine], None],
+        on_learned: Callable[[Mapping[str, object]], None],
     ) -> None:
         self._queue = queue
         self._presence = presence
@@ -76,6 +78,7 @@ class Herald:
         self._learned = learned
         self._restore = restore
         self._on_heard = on_heard
+        self._on_learned = on_learned
         self._version = 0
         self._followed = 0
         self._published = 0
@@ -150,6 +153,8 @@ class Herald:
                 self._on_heard(engine)
         if restore:
             self._restore(content.get("learned", {}))
+        else:
+            self._on_learned(content.get("learned", {}))
         self._version = self._followed = snapshot.version
 
     async def _adopt(self, engine: Engine, told: Mapping[str, Any], now_s: float) -> None:

@@ -3,6 +3,7 @@
     presence   session, leadership, clock            herald    engines as the leader sees them
     owner      works whose sockets are here          steward   what a leader does for the others
     dispatcher who may start where                   credit    what may start without asking
+    capacity   what clients are told would fit
 
 Which of them acts depends on one fact that can change at any time: whether this process leads.
 """
@@ -17,6 +18,7 @@ from gateway.control.herald import Herald, OpenKind
 from gateway.control.policy_store import PolicyStore
 from gateway.control.presence import Presence
 from gateway.control.roster import Engine, Roster
+from gateway.dispatch.capacity import Capacity
 from gateway.dispatch.credit import CreditBook
 from gateway.dispatch.dispatcher import Dispatcher, Meter, Sink
 from gateway.dispatch.ledger import Ledger
@@ -102,6 +104,9 @@ class Member:
             meter=meter,
         )
         self.owner.serve(self.dispatcher)
+        self.capacity = Capacity(
+            store=store, roster=roster, sizing=sizing, presence=self.presence, dispatcher=self.dispatcher, clock=clock
+        )
         self.herald = Herald(
             queue,
             self.presence,
@@ -111,6 +116,7 @@ class Member:
             learned=self._learned,
             restore=self._restore,
             on_heard=on_heard,
+            on_learned=self._followed,
         )
 
     def background(self) -> Mapping[str, Run]:
@@ -144,7 +150,17 @@ class Member:
             self.dispatcher.ended(expired.ended)
 
     def _learned(self) -> Mapping[str, object]:
-        return {"sizing": self._sizing.snapshot(), "tenants": self.dispatcher.tenants.snapshot()}
+        return {
+            "sizing": self._sizing.snapshot(),
+            "tenants": self.dispatcher.tenants.snapshot(),
+            "capacity": self.capacity.publish(),
+        }
+
+    def _followed(self, learned: Mapping[str, object]) -> None:
+        """What the leader has learned and this process makes use of."""
+        room = learned.get("capacity")
+        if isinstance(room, Mapping):
+            self.capacity.heard(room)
 
     def _restore(self, learned: Mapping[str, object]) -> None:
         for part, restore in (("sizing", self._sizing.restore), ("tenants", self.dispatcher.tenants.restore)):

@@ -24,6 +24,7 @@ from gateway.control.roster import Roster
 from gateway.dispatch import refusals
 from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
+from gateway.dispatch.capacity import Capacity
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.faults import Fault
 from gateway.dispatch.flow import Flow
@@ -87,6 +88,7 @@ class Service:
         owner: Owner,
         dispatcher: Dispatcher,
         roster: Roster,
+        capacity: Capacity,
         watchdog: Watchdog,
         telemetry: Telemetry,
         clock: Clock,
@@ -106,6 +108,7 @@ class Service:
         self._owner = owner
         self._dispatcher = dispatcher
         self._roster = roster
+        self._capacity = capacity
         self._watchdog = watchdog
         self._telemetry = telemetry
         self._clock = clock
@@ -145,6 +148,7 @@ class Service:
             await self._carry(exchange, reply, course, policy)
         except Refusal as refusal:
             course.reason = refusal.reason
+            self._capacity.explain(refusal, course.work)
             reply.fail(refusal)
         except asyncio.CancelledError:
             course.result, course.reason = Result.CANCELLED, reply.cut_reason or "client_gone"
@@ -170,6 +174,7 @@ class Service:
             self._admit(course, policy, works=min(len(batch), PARTS_AT_ONCE))
         except Refusal as refusal:
             course.reason = refusal.reason
+            self._capacity.explain(refusal, course.work)
             reply.fail(refusal)
             self._settle(exchange, reply, course, policy)
             return
@@ -316,6 +321,7 @@ class Service:
             ):
                 course.result, course.reason = fault.result, fault.refusal.reason
                 if not end.committed:
+                    self._capacity.explain(fault.refusal, work)
                     _tell(reply, fault)
                 return
             self._owner.finished(work, grant, None)

@@ -25,6 +25,7 @@ class Answerer(StrEnum):
     MODEL = "model"
     INFO = "info"
     HEALTH = "health"
+    CAPACITY = "capacity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ _EXACT = {
     "/info": Route(Answerer.INFO, _GET, Dialect.TGI),
     "/health": Route(Answerer.HEALTH, _GET),
     "/ping": Route(Answerer.HEALTH, _GET),
+    "/v1/headrace/capacity": Route(Answerer.CAPACITY, _GET),
     "/v1/models": Route(Answerer.MODELS, _GET),
     "/v1/responses": Route(Answerer.ENGINE, _POST, Dialect.RESPONSES),
     "/v1/messages": Route(Answerer.ENGINE, _POST, Dialect.MESSAGES),

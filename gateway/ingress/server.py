@@ -76,16 +76,23 @@ class Ingress:
         service: Service,
         catalogue: Catalogue,
         *,
+        capacity: Callable[[str], Mapping[str, object]],
         keys: Callable[[], KeyRing],
         clock: Clock,
         rng: random.Random,
         log: Log,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        """keys: the key ring in force now. rng: for request ids. Must be made inside the running loop."""
+        """Must be made inside the running loop.
+
+        capacity  what fits now, for a query; may raise a Refusal
+        keys      the key ring in force now
+        rng       for request ids
+        """
         self._settings = settings
         self._service = service
         self._catalogue = catalogue
+        self._capacity = capacity
         self._keys = keys
         self._clock = clock
         self._rng = rng
@@ -226,6 +233,8 @@ class Ingress:
             await self._to_engine(visit, route, target, fields, caller)
         elif route.answerer is Answerer.INFO:
             visit.answer(self._catalogue.info(self._default_model() or ""))
+        elif route.answerer is Answerer.CAPACITY:
+            visit.answer(self._capacity(target.query))
         elif route.answerer is Answerer.MODELS:
             visit.answer({"object": "list", "data": list(self._catalogue.models())})
         else:

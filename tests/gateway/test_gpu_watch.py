@@ -250,6 +250,7 @@ async def test_a_follower_sees_what_the_leader_saw() -> None:
         learned=dict,
         restore=lambda _learned: None,
         on_heard=lambda _engine: None,
+        on_learned=lambda _learned: None,
     )
 
     await herald._adopt(follower, orjson.loads(orjson.dumps(_told(leader, 100.5))), 7.0)

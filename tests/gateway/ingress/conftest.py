@@ -84,6 +84,7 @@ async def standing(settings: Settings, ring: KeyRing, service: ScriptedService) 
         settings,
         service,
         SmallCatalogue(),
+        capacity=lambda query: {"query": query},
         keys=lambda: ring,
         clock=PoolClock(),
         rng=random.Random(7),

@@ -1,0 +1,162 @@
+"""How much fits now, for clients that choose their own size: GET /v1/headrace/capacity, and a line in every 429.
+
+The process that leads asks its sizing policy. The others know no more of the pool than its leader published, so they
+answer with that and say how old it is. Answers are kept for KEPT_S: a burst of refusals must not cost a decision each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qs
+
+from gateway.clock import Clock
+from gateway.control.policy_store import PolicyStore
+from gateway.control.presence import Presence
+from gateway.control.roster import Roster
+from gateway.dispatch.assembly import INPUTS_MAX, PARTS_AT_ONCE
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.errors import Refusal
+from policies.capacity import Fit, fit, largest_batch
+from policies.sizing import SizingPolicy
+from policies.vocabulary import Guard, Work
+
+KEPT_S = 0.25
+USUAL_PROMPT_TOKENS = 1024
+PROMPT_TOKENS_MAX = 10_000_000
+PATH = "/v1/completions"
+BATCH_HEADER = "x-headrace-batch-fits"
+
+
+class Capacity:
+    """See the module header. One per process."""
+
+    __slots__ = ("_clock", "_dispatcher", "_kept", "_presence", "_roster", "_sizing", "_store", "_told", "_told_s")
+
+    def __init__(
+        self,
+        *,
+        store: PolicyStore,
+        roster: Roster,
+        sizing: SizingPolicy,
+        presence: Presence,
+        dispatcher: Dispatcher,
+        clock: Clock,
+    ) -> None:
+        self._store = store
+        self._roster = roster
+        self._sizing = sizing
+        self._presence = presence
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._kept: dict[tuple[str, str, int], tuple[float, Fit]] = {}
+        self._told: Mapping[str, Any] = {}
+        self._told_s = 0.0
+
+    def answer(self, query: str) -> Mapping[str, object]:
+        """The object at GET /v1/headrace/capacity. `prompt_tokens` in the query is the size of each input."""
+        tokens = _prompt_tokens(query) if query else USUAL_PROMPT_TOKENS
+        policy, leads = self._store.current, self._presence.leads
+        models = sorted({model for engine in self._roster for model in engine.models})
+        if not leads:
+            tokens = int(self._told.get("prompt_tokens", USUAL_PROMPT_TOKENS))
+        return {
+            "object": "headrace.capacity",
+            "policy": policy.version,
+            "age_s": 0.0 if leads else round(self._clock.now_s() - self._told_s, 3) if self._told else None,
+            "prompt_tokens": tokens,
+            "classes": {
+                name: {
+                    "waiting": self._waiting(name),
+                    "max_queue": one.max_queue,
+                    "max_request_batch": one.inputs_max,
+                    "accepted_inputs": self.accepted_inputs(name),
+                    "models": {model: self._model(name, model, tokens) for model in models},
+                }
+                for name, one in policy.classes.items()
+            },
+        }
+
+    def explain(self, refusal: Refusal, work: Work) -> None:
+        """Have a 429 say what would fit, in its message and its header."""
+        if refusal.status != 429:
+            return
+        accepted = self.accepted_inputs(work.class_name)
+        starts = self._starts(work.class_name, work.model, USUAL_PROMPT_TOKENS)
+        now = "" if starts is None else f", {starts[0]} of them would start at once"
+        refusal.message += f"; class {work.class_name} takes a request of up to {accepted} inputs now{now}"
+        refusal.headers = (*refusal.headers, (BATCH_HEADER, str(accepted)))
+
+    def accepted_inputs(self, class_name: str) -> int:
+        """Inputs of the largest request batch that would be let in now."""
+        one = self._store.current.class_policy(class_name)
+        return largest_batch(one, waiting=self._waiting(class_name), parts_at_once=PARTS_AT_ONCE, inputs_max=INPUTS_MAX)
+
+    def publish(self) -> Mapping[str, object]:
+        """What a leader tells the other processes."""
+        policy = self._store.current
+        models = sorted({model for engine in self._roster for model in engine.models})
+        return {
+            "prompt_tokens": USUAL_PROMPT_TOKENS,
+            "waiting": {name: self._dispatcher.depth(name) for name in policy.classes},
+            "fits": {
+                name: {model: self._fit(name, model, USUAL_PROMPT_TOKENS).inputs for model in models}
+                for name in policy.classes
+            },
+        }
+
+    def heard(self, told: Mapping[str, Any]) -> None:
+        """What the leader told."""
+        self._told, self._told_s = told, self._clock.now_s()
+
+    def _model(self, class_name: str, model: str, tokens: int) -> Mapping[str, object]:
+        starts = self._starts(class_name, model, tokens)
+        if starts is None:
+            return {"starts_now": None, "bound_by": None}
+        inputs, binding = starts
+        return {"starts_now": inputs, "bound_by": None if binding is Guard.NONE else binding}
+
+    def _starts(self, class_name: str, model: str, tokens: int) -> tuple[int, Guard] | None:
+        """Inputs that would start at once, behind what waits, and the guard behind that; None: not known here."""
+        if self._presence.leads:
+            found = self._fit(class_name, model, tokens)
+            binding = found.binding
+            inputs: int | None = found.inputs
+        else:
+            binding = Guard.NONE
+            inputs = self._told.get("fits", {}).get(class_name, {}).get(model)
+        if inputs is None:
+            return None
+        order = self._store.current.precedence
+        ahead = order[: order.index(class_name) + 1] if class_name in order else order
+        return max(0, inputs - sum(map(self._waiting, ahead))), binding
+
+    def _fit(self, class_name: str, model: str, tokens: int) -> Fit:
+        now_s, key = self._clock.now_s(), (class_name, model, tokens)
+        kept = self._kept.get(key)
+        if kept is not None and now_s - kept[0] < KEPT_S:
+            return kept[1]
+        pool_s = self._clock.pool_s()
+        work = Work("", class_name, "", model, PATH, pool_s, pool_s, prompt_tokens=tokens)
+        found = fit(work, self._roster.views(now_s), self._sizing, pool_s)
+        if len(self._kept) > 1024:
+            self._kept.clear()
+        self._kept[key] = now_s, found
+        return found
+
+    def _waiting(self, class_name: str) -> int:
+        here = self._dispatcher.depth(class_name)
+        return here if self._presence.leads else max(here, int(self._told.get("waiting", {}).get(class_name, 0)))
+
+
+def _prompt_tokens(query: str) -> int:
+    """The query's prompt_tokens. Raises a 400 Refusal."""
+    given = parse_qs(query).get("prompt_tokens", [str(USUAL_PROMPT_TOKENS)])[-1]
+    if not given.isdecimal() or not given.isascii() or len(given) > 8 or not 0 < int(given) <= PROMPT_TOKENS_MAX:
+        raise Refusal(
+            400,
+            f"prompt_tokens is {given[:20]!r}: expected a whole number from 1 to {PROMPT_TOKENS_MAX}",
+            reason="invalid_query",
+            param="prompt_tokens",
+        )
+    return int(given)

@@ -1,0 +1,75 @@
+"""What fits now: how many inputs of a class would start at once, and how many one request may bring.
+
+Asked of the sizing policy itself, with the ledger as it stands, so that the answer is what the next decision will be. More
+in flight never gives more room, so the number is found by halving: about ten questions an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from policies.placement import eligible
+from policies.schema import ClassPolicy
+from policies.sizing import SizingPolicy
+from policies.vocabulary import EngineView, Guard, Work
+
+MOST = 1024
+"""Inputs on one engine beyond which nobody asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """inputs would start now on the engines that may take the work; `binding` holds the next one back on the last of
+    them, NONE where there is no such engine."""
+
+    inputs: int
+    binding: Guard = Guard.NONE
+
+
+def fit(work: Work, engines: Iterable[EngineView], sizing: SizingPolicy, now_s: float) -> Fit:
+    """How many works like this one, of one sequence, could start now, as if nothing waited."""
+    total, binding = 0, Guard.NONE
+    for view in sorted(engines, key=lambda one: one.name):
+        if eligible(work, view):
+            here, binding = _fit(work, view, sizing, now_s)
+            total += here
+    return Fit(total, binding)
+
+
+def _fit(work: Work, view: EngineView, sizing: SizingPolicy, now_s: float) -> tuple[int, Guard]:
+    fewest, most, binding = 0, MOST, Guard.NONE
+    while fewest < most:
+        tried = (fewest + most) // 2
+        verdict = sizing.admit(work, _with(view, work, tried), now_s)
+        if verdict.admitted:
+            fewest = tried + 1
+        else:
+            most, binding = tried, verdict.binding
+    return fewest, binding
+
+
+def _with(view: EngineView, work: Work, works: int) -> EngineView:
+    """The engine once so many such works have been placed there."""
+    if not works:
+        return view
+    name, tokens = work.class_name, works * work.prompt_tokens
+    return replace(
+        view,
+        in_flight={**view.in_flight, name: view.in_flight.get(name, 0) + works},
+        kv_tokens=view.kv_tokens + tokens,
+        prefill_tokens=view.prefill_tokens + tokens,
+    )
+
+
+def largest_batch(one: ClassPolicy, *, waiting: int, parts_at_once: int, inputs_max: int) -> int:
+    """Inputs of the largest request batch that would be let in now, to start or to wait; by the rule of `admit`.
+
+    waiting         works of the class that wait
+    parts_at_once   works that one request lets wait at a time, at most
+    inputs_max      inputs that any request may have
+    """
+    places = one.max_queue - waiting
+    if not waiting or places >= parts_at_once:
+        return inputs_max
+    return max(0, places) * one.inputs_max
