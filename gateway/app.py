@@ -167,6 +167,7 @@ class Gateway:
             session_id=session_id,
             sole=self._sole,
             candidate=self._role is not Role.WORKER,
+            serves=self._role is not Role.DECIDER,
             store=self.store,
             sizing=self.sizing,
             roster=self.roster,

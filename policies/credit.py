@@ -3,8 +3,12 @@
 Credit buys away the round trips of the queue for classes with a TTFT objective. It is counted as used from the moment
 it is written, so it must never be more than what the guards allow, and room that nobody uses while others queue is
 waste. So: a class gets credit only while nothing waits that would go before it, an engine hands out at most HANDED_OUT
-of what it could still take, each process gets in proportion to what it started lately (one work at least while the
-room lasts), and what is not wanted any more runs out by itself.
+of what it could still take, each process gets in proportion to what it started lately (one work more while nothing
+waits at all), and what is not wanted any more runs out by itself.
+
+A **floor** is one work that a process may keep in flight on one engine when it is cut off, also if it ran nothing there.
+It is kept free for it all the time, so it is given where it costs nothing (it runs something there already) or where there
+is room, and at most FLOORS of what an engine can hold of a class are floors.
 
 Pure: the views count everything in flight, unspent credit included.
 """
@@ -22,6 +26,7 @@ HANDED_OUT = 0.5
 """Part of an engine's room that is given away as credit; the rest serves what comes by the queue."""
 AHEAD_S = 1.0
 """A process gets what it would start in this time at its latest rate."""
+FLOORS = 0.5
 MOST = 64
 """Works of one class that credit on one engine may allow at once, over all processes."""
 
@@ -64,13 +69,13 @@ def creditable(policy: Policy, waiting: Mapping[str, int]) -> list[str]:
     return found
 
 
-def split(amount: int, started_per_s: Sequence[float]) -> list[int]:
+def split(amount: int, started_per_s: Sequence[float], *, spare: int = 1) -> list[int]:
     """Share `amount` works among processes by their rates, in order; never more than what each could use.
 
-    Each gets what it would start in AHEAD_S and one more; when that is more than there is, in proportion, the rest one
-    by one from the first on.
+    Each gets what it would start in AHEAD_S and `spare` more; when that is more than there is, in proportion, the rest
+    one by one from the first on.
     """
-    wanted = [int(rate * AHEAD_S) + 1 for rate in started_per_s]
+    wanted = [int(rate * AHEAD_S) + spare for rate in started_per_s]
     total = sum(wanted)
     if total <= amount:
         return wanted
@@ -92,15 +97,24 @@ def allot(
     prompt_tokens: int,
     unspent: int,
     now_s: float,
+    spare: int = 1,
 ) -> list[Allowance]:
     """Credit of one class on one engine for each process, in the order of `started_per_s`.
 
     prompt_tokens   of a typical work of the class; each allowed work allows so many tokens
     unspent         works that earlier credit of this class still allows here; the view counts them as in flight
+    spare           works beyond what a process would start at its rate
     """
     if engine.state is not EngineState.UP or not started_per_s:
         return [_NOTHING] * len(started_per_s)
-    typical = Work(
+    amount = int((room(typical(class_name, prompt_tokens, now_s), engine, sizing, now_s) + unspent) * HANDED_OUT)
+    works = split(amount, started_per_s, spare=spare)
+    return [Allowance(each, each * prompt_tokens, each * prompt_tokens) for each in works]
+
+
+def typical(class_name: str, prompt_tokens: int, now_s: float) -> Work:
+    """A work of a class as the guards are asked for it before it is there."""
+    return Work(
         id="",
         class_name=class_name,
         tenant="",
@@ -110,8 +124,33 @@ def allot(
         rank=now_s,
         prompt_tokens=prompt_tokens,
     )
-    amount = int((room(typical, engine, sizing, now_s) + unspent) * HANDED_OUT)
-    return [Allowance(works, works * prompt_tokens, works * prompt_tokens) for works in split(amount, started_per_s)]
+
+
+def homes(
+    held: Sequence[int | None],
+    runs: Sequence[Sequence[int]],
+    started_per_s: Sequence[float],
+    *,
+    room: Sequence[int],
+    most: Sequence[int],
+) -> list[int | None]:
+    """The engine on which each process has its floor of a class, None for one that gets none; in the order of `held`.
+
+    held   where each has it by now: it stays there as long as that engine is among these
+    runs   by process and engine, works there, unspent credit included: a floor under them costs nothing
+    room   by engine, how many works more would fit; most: how many floors it may have
+    """
+    free, left = list(room), list(most)
+    given: list[int | None] = [None] * len(held)
+    for at in sorted(range(len(held)), key=lambda at: (held[at] is None, not any(runs[at]), -started_per_s[at], at)):
+        for engine in sorted(range(len(left)), key=lambda one: (one != held[at], -runs[at][one], -left[one], one)):
+            costs = not (engine == held[at] or runs[at][engine])
+            if left[engine] > 0 and (not costs or free[engine] > 0):
+                given[at] = engine
+                left[engine] -= 1
+                free[engine] -= costs
+                break
+    return given
 
 
 _NOTHING = Allowance(0, 0, 0)

@@ -6,8 +6,11 @@ that brought it was sent, minus what this clock and the leader's may be wrong by
 takes it back.
 
 Cut off from the store, a process keeps a share of each place that halves every HALVING_S: it may start while what it
-has in flight there is below it. The leader keeps the same share reserved, counted from later, so that both sides of a
-partition together stay inside the window. Only classes with a TTFT objective ever have credit or a share.
+has in flight there is below it. Its share is what the leader counts for it anyway: what it last reported to run with the
+credit that it held, or the floor that it was told if that is more. A report whose answer did not come may have arrived or not,
+so the least of what was told since the last answer counts. The leader keeps the same share reserved, counted from later,
+so that both sides of a partition together stay inside the window. Only classes with a TTFT objective ever have credit
+or a share.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ NOTHING = InFlight()
 
 
 def share_left(share: int, since_s: float) -> int:
-    """Works of a share that are left `since_s` after contact was lost."""
-    return int(share * 0.5 ** (since_s / HALVING_S)) if since_s < RESERVED_S else 0
+    """Works of a share that are left `since_s` after contact was lost, rounded: the last one stays for HALVING_S."""
+    return int(share * 0.5 ** (since_s / HALVING_S) + 0.5) if since_s < RESERVED_S else 0
 
 
 @dataclass(slots=True)
@@ -39,14 +42,24 @@ class _Held:
 class CreditBook:
     """See the module header. Owned by the process's dispatcher; `started` goes into each report."""
 
-    __slots__ = ("_held", "_renewed_s", "_shares", "epoch", "started")
+    __slots__ = ("_floors", "_held", "_kept", "_renewed_s", "_reported", "epoch", "started")
 
     def __init__(self) -> None:
         self._held: dict[Place, _Held] = {}
-        self._shares: dict[Place, int] = {}
+        self._floors: dict[Place, int] = {}
+        self._kept: dict[Place, int] = {}
+        self._reported: dict[Place, int] = {}
         self._renewed_s = 0.0
         self.epoch = 0
         self.started: dict[Place, InFlight] = {}
+
+    def reporting(self, running: Mapping[Place, InFlight], now_s: float) -> None:
+        """A report is about to be sent: this runs here, and with the credit that is left it is what we may keep."""
+        self._reported = {
+            place: running.get(place, NOTHING).works + self.unspent(place, now_s)
+            for place in running.keys() | self._held.keys()
+        }
+        self._kept = {place: min(works, self._reported.get(place, 0)) for place, works in self._kept.items()}
 
     def renewed(self, renewed: Renewed, *, sent_s: float, now_ms: int, error_s: float = 0.0) -> None:
         """Take a renewal's answer.
@@ -56,17 +69,20 @@ class CreditBook:
         """
         apart_s = CLOCK_ERROR_MAX_S + error_s
         self._renewed_s = sent_s
+        self._kept = self._reported
         self.epoch = max(self.epoch, renewed.epoch)
         self._held = {
             place: _Held(credit, sent_s + (credit.expires_ms - now_ms) / 1000 - apart_s)
             for place, credit in renewed.credits.items()
             if credit.expires_ms > now_ms
         }
-        self._shares = {place: credit.share for place, credit in renewed.credits.items()}
+        self._floors = {place: credit.share for place, credit in renewed.credits.items() if credit.share}
 
     def lost(self) -> None:
         """The session is another one: its totals begin anew."""
         self._held.clear()
+        self._floors.clear()
+        self._kept = {}
         self.started.clear()
 
     def spend(self, work: Work, engines: Iterable[str], now_s: float) -> str | None:
@@ -87,25 +103,36 @@ class CreditBook:
         best, most = None, 0
         for engine in engines:
             place = (engine, work.class_name)
-            share = share_left(self._shares.get(place, 0), now_s - self._renewed_s)
-            left = share - running.get(place, NOTHING).works
+            left = self.share(place, now_s) - running.get(place, NOTHING).works
             if left > most:
                 best, most = engine, left
         if best is not None:
             self._count(work, (best, work.class_name))
         return best
 
-    def _left(self, work: Work, place: Place, now_s: float) -> int:
-        """Works that may still be started on a place, 0 when this one does not fit."""
+    def share(self, place: Place, now_s: float) -> int:
+        """Works that may be in flight on a place while we are cut off."""
+        whole = max(self._floors.get(place, 0), self._kept.get(place, 0))
+        return share_left(whole, now_s - self._renewed_s)
+
+    def unspent(self, place: Place, now_s: float) -> int:
+        """Works that credit still allows to start on a place."""
         held = self._held.get(place)
         if held is None or now_s >= held.until_s:
             return 0
-        allowed, started = held.credit.allowed, self.started.get(place, NOTHING)
+        return max(0, held.credit.allowed.works - self.started.get(place, NOTHING).works)
+
+    def _left(self, work: Work, place: Place, now_s: float) -> int:
+        """Works that may still be started on a place, 0 when this one does not fit."""
+        unspent = self.unspent(place, now_s)
+        if not unspent:
+            return 0
+        allowed, started = self._held[place].credit.allowed, self.started.get(place, NOTHING)
         if started.kv_tokens + work.prompt_tokens > allowed.kv_tokens:
             return 0
         if started.prefill_tokens + work.prompt_tokens > allowed.prefill_tokens:
             return 0
-        return allowed.works - started.works
+        return unspent
 
     def _count(self, work: Work, place: Place) -> None:
         was = self.started.get(place, NOTHING)

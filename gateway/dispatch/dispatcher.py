@@ -206,7 +206,9 @@ class Dispatcher:
         """What this process runs, as its session reports it; grants_seq: the last grant that was taken up."""
         epoch = 0 if self._presence.epoch or self._presence.sole else self._credit.epoch
         events = self._journal.to_tell(epoch, self._presence.now_ms())
-        return SessionReport(self._ledger.running_here(), dict(self._credit.started), grants_seq, events=events)
+        running = self._ledger.running_here()
+        self._credit.reporting(running, self._clock.now_s())
+        return SessionReport(running, dict(self._credit.started), grants_seq, events=events)
 
     def renewed(self) -> None:
         """The last report has arrived."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 
 from gateway.clock import PoolClock
 from gateway.control.herald import Herald, OpenKind
@@ -37,6 +38,7 @@ class Member:
 
     sole        nobody else can reach the queue's store
     candidate   this process may lead
+    serves      this process takes requests; one that does not needs no credit and no share
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Member:
         session_id: str,
         sole: bool,
         candidate: bool,
+        serves: bool = True,
         store: PolicyStore,
         sizing: SizingPolicy,
         roster: Roster,
@@ -62,6 +65,7 @@ class Member:
         """session_id must be unique among all processes ever started, e.g. 64 random bits. The ledger is the roster's."""
         self._log = log
         self._clock = clock
+        self._serves = serves
         self._sizing = sizing
         self.credit = CreditBook()
         self.presence = Presence(
@@ -131,7 +135,8 @@ class Member:
         return runs
 
     def _report(self) -> SessionReport:
-        return self.owner.report()
+        report = self.owner.report()
+        return report if self._serves else replace(report, serves=False)
 
     def _renewed(self, renewed: Renewed, sent_s: float, now_ms: int) -> None:
         self.credit.renewed(renewed, sent_s=sent_s, now_ms=now_ms, error_s=self._clock.error_s)

@@ -7,6 +7,9 @@ keep when it is cut off. So every process together stays inside the window, whic
 Credit counts from the moment it is sent, whether or not the store's answer comes, and until its holder reports after its
 end: what was started last before it ran out is in no earlier report.
 
+What a session is counted with is what it may keep when it is cut off; a floor of one work comes to it, so that also one that is
+idle in a busy moment could go on.
+
 A session that is no longer in the store may be cut off and alive, however it went. What it had stays reserved; once its
 validity is over it halves every 10 s, for a minute, or ends when the same process reports under a new session. A new
 leader first takes over what its predecessors granted and allowed.
@@ -15,6 +18,7 @@ leader first takes over what its predecessors granted and allowed.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -26,9 +30,9 @@ from gateway.dispatch.credit import NOTHING, RESERVED_S, share_left
 from gateway.dispatch.elsewhere import Elsewhere, Key, News
 from gateway.dispatch.ledger import Entry, Ledger
 from gateway.queue.base import Credit, InFlight, Place, Queue, QueueUnavailable, Session, SessionReport
-from policies.credit import Allowance, allot, creditable
+from policies.credit import FLOORS, Allowance, allot, creditable, homes, room, typical
 from policies.sizing import Running, SizingPolicy
-from policies.vocabulary import EngineView, Work
+from policies.vocabulary import EngineState, EngineView, Work
 
 CREDIT_VALID_S = 2.0
 UNREPORTED_S = 1.0
@@ -247,14 +251,22 @@ class Steward:
         if own is not None:
             own.report = replace(own.report, started=dict(own_started))
         sessions = sorted(self._others, key=lambda session: (session.id, session.epoch))
-        wanted = self._wanted(sessions, waiting, now_s)
+        serving = [session for session in sessions if self._others[session].report.serves]
+        views = self._roster.views(self._clock.now_s())
+        wanted = self._wanted(serving, views, waiting, now_s)
+        floors = self._floors(serving, views, now_s)
         changed: dict[Session, dict[Place, Credit]] = {}
         for session in sessions:
             other = self._others[session]
             fresh = {
                 place: credit
-                for place in wanted[session].keys() | other.credits.keys()
-                if (credit := _renewed(other, place, wanted[session].get(place, _NOTHING), now_s)) is not None
+                for place in wanted[session].keys() | other.credits.keys() | floors[session]
+                if (
+                    credit := _renewed(
+                        other, place, wanted[session].get(place, _NOTHING), int(place in floors[session]), now_s
+                    )
+                )
+                is not None
             }
             if fresh != other.credits or not other.told:
                 changed[session] = fresh
@@ -271,28 +283,65 @@ class Steward:
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _wanted(
-        self, sessions: list[Session], waiting: Mapping[str, int], now_s: float
-    ) -> dict[Session, dict[Place, Allowance]]:
-        wanted: dict[Session, dict[Place, Allowance]] = {session: {} for session in sessions}
-        views = self._roster.views(self._clock.now_s())
+        self, sessions: list[Session], views: list[EngineView], waiting: Mapping[str, int], now_s: float
+    ) -> defaultdict[Session, dict[Place, Allowance]]:
+        """What each may start ahead. Counts it into the views."""
+        wanted: defaultdict[Session, dict[Place, Allowance]] = defaultdict(dict)
+        others = [self._others[session] for session in sessions]
+        # While something waits, room is somebody's: then nobody holds more of it than it is about to use.
+        spare = 0 if any(waiting.values()) else 1
         for class_name in creditable(self._store.current, waiting):
             for index, view in enumerate(views):
                 place = (view.name, class_name)
-                others = [self._others[session] for session in sessions]
                 allowances = allot(
                     class_name,
                     view,
                     self._sizing,
                     [other.rates.get(place, 0.0) for other in others],
-                    prompt_tokens=int(self._typical.get(class_name, TYPICAL_PROMPT_TOKENS)),
+                    prompt_tokens=self._typical_prompt(class_name),
                     unspent=(unspent := sum(_unspent(other, place).works for other in others)),
                     now_s=now_s,
+                    spare=spare,
                 )
                 for session, allowance in zip(sessions, allowances, strict=True):
                     wanted[session][place] = allowance
                 more = max(0, sum(one.works for one in allowances) - unspent)
                 views[index] = _with_more(view, class_name, more)
         return wanted
+
+    def _floors(
+        self, sessions: list[Session], views: list[EngineView], now_s: float
+    ) -> defaultdict[Session, set[Place]]:
+        """Where each may keep one work if it is cut off, whatever it runs: for each class one of the engines of a kind."""
+        floors: defaultdict[Session, set[Place]] = defaultdict(set)
+        kinds: dict[frozenset[str], list[EngineView]] = {}
+        for view in views:
+            if view.state is EngineState.UP:
+                kinds.setdefault(view.models, []).append(view)
+        policy = self._store.current
+        for class_name in [name for name in policy.precedence if policy.class_policy(name).has_ttft_objective]:
+            one = typical(class_name, self._typical_prompt(class_name), now_s)
+            for engines in kinds.values():
+                others = [self._others[session] for session in sessions]
+                spare = [room(one, view, self._sizing, now_s, most=2 * len(sessions)) for view in engines]
+                holds = [
+                    int(FLOORS * (view.in_flight.get(class_name, 0) + more))
+                    for view, more in zip(engines, spare, strict=True)
+                ]
+                found = homes(
+                    [_home(other, class_name, engines) for other in others],
+                    [[_works(other, (view.name, class_name)) for view in engines] for other in others],
+                    [sum(other.rates.get((view.name, class_name), 0.0) for view in engines) for other in others],
+                    room=spare,
+                    most=[max(1, most) for most in holds],
+                )
+                for session, home in zip(sessions, found, strict=True):
+                    if home is not None:
+                        floors[session].add((engines[home].name, class_name))
+        return floors
+
+    def _typical_prompt(self, class_name: str) -> int:
+        return int(self._typical.get(class_name, TYPICAL_PROMPT_TOKENS))
 
     def _learn_rates(self, other: _Other, report: SessionReport) -> None:
         passed_s = (report.renewed_ms - other.report.renewed_ms) / 1000
@@ -391,19 +440,34 @@ def _unspent(other: _Other, place: Place) -> InFlight:
     )
 
 
-def _renewed(other: _Other, place: Place, wanted: Allowance, now_s: float) -> Credit | None:
+def _works(other: _Other, place: Place) -> int:
+    """What a session runs on a place, or may at any moment."""
+    return other.report.in_flight.get(place, NOTHING).works + _unspent(other, place).works
+
+
+def _home(other: _Other, class_name: str, engines: list[EngineView]) -> int | None:
+    """The engine among these on which a session has its floor."""
+    return next(
+        (
+            at
+            for at, view in enumerate(engines)
+            if (credit := other.credits.get((view.name, class_name))) is not None and credit.share
+        ),
+        None,
+    )
+
+
+def _renewed(other: _Other, place: Place, wanted: Allowance, floor: int, now_s: float) -> Credit | None:
     """The credit to stand from now on. What was given cannot be taken back before it expires, only not be renewed."""
     before = other.credits.get(place)
     unspent = _unspent(other, place)
-    share = other.report.in_flight.get(place, NOTHING).works + wanted.works
     if before is not None and _in_use(other, before):
-        if wanted.works < unspent.works:
+        if wanted.works < unspent.works or floor < before.share:
             return before
         half_gone = before.expires_ms / 1000 - now_s < CREDIT_VALID_S / 2
-        if wanted.works == unspent.works and not half_gone:
+        if (wanted.works, floor) == (unspent.works, before.share) and not half_gone:
             return before
-        share = max(share, before.share)
-    if not wanted.works:
+    if not wanted.works and not floor:
         return None
     started = other.report.started.get(place, NOTHING)
     allowed = InFlight(
@@ -411,4 +475,4 @@ def _renewed(other: _Other, place: Place, wanted: Allowance, now_s: float) -> Cr
         started.kv_tokens + max(wanted.kv_tokens, unspent.kv_tokens),
         started.prefill_tokens + max(wanted.prefill_tokens, unspent.prefill_tokens),
     )
-    return Credit(allowed, share, int((now_s + CREDIT_VALID_S) * 1000))
+    return Credit(allowed, floor, int((now_s + CREDIT_VALID_S) * 1000))

@@ -152,6 +152,7 @@ class SessionReport:
     started      attempts and their tokens that it ever started on credit, by place; only grows (see Credit)
     grants_seq   grants up to this one are inside in_flight, or have ended, or will never be started
     renewed_ms   pool time of the renewal that told it; filled in by `Queue.hear`, ignored by `renew_session`
+    serves       it takes requests: it can use credit and a share
     events       what happened since the last renewal that was answered. Unlike the rest they are not replaced by the next
                  report but kept for the leader, so that it hears of each; `Queue.hear` tells them apart from the reports
     """
@@ -160,6 +161,7 @@ class SessionReport:
     started: Mapping[Place, InFlight] = field(default_factory=dict)
     grants_seq: int = 0
     renewed_ms: int = 0
+    serves: bool = True
     events: tuple[Told, ...] = ()
 
 
@@ -184,8 +186,8 @@ class Credit:
 
     allowed      running totals that `SessionReport.started` may reach; what is unspent is allowed - started. Totals and
                  not amounts, so that neither a lost nor a repeated reply changes what may be started
-    share        works that the session may still keep in flight on this place once it is cut off from the store,
-                 halved every 10 s (distribution.md, Without Redis)
+    share        works that the session may keep in flight on this place once it is cut off from the store, also when it
+                 reported to run fewer; halved every 10 s
     expires_ms   pool time after which nothing may be started on it
     """
 

@@ -112,20 +112,24 @@ def unpack_outstanding(work_id: str, record: bytes) -> Outstanding:
 
 def pack_report(report: SessionReport) -> bytes:
     """A session's report as JSON."""
-    return orjson.dumps(
-        {
-            "in_flight": _rows(report.in_flight),
-            "started": _rows(report.started),
-            "grants_seq": report.grants_seq,
-        }
-    )
+    fields: dict[str, object] = {
+        "in_flight": _rows(report.in_flight),
+        "started": _rows(report.started),
+        "grants_seq": report.grants_seq,
+    }
+    if not report.serves:
+        fields["serves"] = False
+    return orjson.dumps(fields)
 
 
 def unpack_report(text: bytes) -> SessionReport:
     """The report of `pack_report`."""
     fields: dict[str, Any] = orjson.loads(text)
     return SessionReport(
-        _sums(fields.get("in_flight", ())), _sums(fields.get("started", ())), fields.get("grants_seq", 0)
+        _sums(fields.get("in_flight", ())),
+        _sums(fields.get("started", ())),
+        fields.get("grants_seq", 0),
+        serves=fields.get("serves", True),
     )
 
 

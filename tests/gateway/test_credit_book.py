@@ -83,4 +83,4 @@ def test_a_share_halves_and_counts_what_still_runs() -> None:
 
     assert at_once == "a"
     assert later is None
-    assert [share_left(4, seconds) for seconds in (0, 10, 20, 30, 60)] == [4, 2, 1, 0, 0]
+    assert [share_left(4, seconds) for seconds in (0, 10, 20, 30, 60)] == [4, 2, 1, 1, 0]
