@@ -3,6 +3,8 @@
 #   make demo ARGS='--for 20'     the gateway before two simulated engines, with real traffic
 #   make test ARGS='-k queue'     the tests (xdist on two workers)
 #   make test-many                those that start many processes, and real client libraries
+#   make test-observability       dashboards, rules and alerts on a real Prometheus and Alertmanager
+#   make generate                 docs/metrics.md and the dashboards, from the code
 #   make lint                     ruff, ruff format, mypy --strict
 #   make simulate SEEDS=100       seeded fault runs on the virtual loop, one gateway and many; SEED=123 KIND=many
 #                                 repeats one, PLAN=1 shows its faults
@@ -20,17 +22,27 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 
-.PHONY: demo test test-many lint simulate bench clean
+.PHONY: demo test test-many test-observability generate lint simulate bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.run $(WEIGHTS)
 	@$(BIN)/headrace demo $(ARGS)
 
 test: .venv/.dev .venv/.weights
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many' $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability' $(ARGS)
 
 test-many: .venv/.dev .venv/.clients
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m many $(ARGS)
+
+test-observability: .venv/.dev
+	@for program in prometheus promtool prometheus-alertmanager amtool; do command -v $$program >/dev/null || { \
+	  echo "$$program is missing; install it" \
+	    "(Debian and Ubuntu: apt-get install prometheus prometheus-alertmanager)" >&2; exit 2; }; done
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/observability $(ARGS)
+
+generate: .venv/.dev
+	PYTHONPATH=. $(BIN)/python -m gateway.observe.metrics_page > docs/metrics.md
+	PYTHONPATH=. $(BIN)/python -m gateway.observe.grafana_json
 
 lint: .venv/.dev
 	$(BIN)/ruff check

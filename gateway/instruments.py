@@ -2,7 +2,8 @@
 
 It is the single source. The exposition is made from it (`gateway.series`), docs/metrics.md is written from it
 (`gateway.observe.metrics_page`), and no dashboard or rule may name a metric that is not here. To add one, write its row
-into its section and fill it through `gateway.telemetry`; nothing else lists it by hand.
+into its section, fill it through `gateway.telemetry`, show it on a board (`gateway.observe.boards`) or say there why not,
+and `make generate`.
 
 A row's help is a sentence for the operator. Units are base units and stand last in the name; counters end in _total.
 What a gauge means over several processes is its `merge`: by default only what the deciding process says counts.

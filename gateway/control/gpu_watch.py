@@ -152,5 +152,6 @@ def _with_energy(sample: GpuSample, energy: Energy) -> GpuSample:
 
 
 def _has_work(engine: Engine, now_s: float) -> bool:
+    """Something of ours runs there, or something at all. What others may start without asking is no work yet."""
     view = engine.view(now_s)
-    return view.in_flight_total > 0 or bool(view.running.value)
+    return any(map(engine.ledger.running, view.in_flight)) or bool(view.running.value)

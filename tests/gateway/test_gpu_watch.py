@@ -22,7 +22,7 @@ from gateway.control.presence import Presence
 from gateway.control.roster import GPU_POLL_S, GPU_SHOWN_S, STALE_AFTER_POLLS, Engine, Roster
 from gateway.dispatch.ledger import Ledger
 from gateway.logs import Log
-from gateway.queue.base import Queue
+from gateway.queue.base import InFlight, Queue, Session
 from gateway.settings import EngineSettings, GpuSettings
 from gateway.settings_file import read_file
 from gateway.telemetry import Telemetry
@@ -200,6 +200,16 @@ async def test_energy_is_told_busy_and_idle_apart(monkeypatch: pytest.MonkeyPatc
     assert energy == [(0, 0), (500, 0)]
     assert one.view(5.0).gpu_energy_j_total.value == 500
     assert watch.idle_power_w(one) is None
+
+
+async def test_what_others_may_start_without_asking_is_no_work_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    one.ledger.elsewhere(Session("w1", 1), {"interactive": InFlight(2, 512, 512)}, {"interactive": 2})
+    reads = [sample(float(at_s), card(energy_j_total=5000.0 + 70 * at_s)) for at_s in (1, 2, 3)]
+
+    _, watch, _ = await watched(one, reads, monkeypatch)
+
+    assert watch.idle_power_w(one) == 70
 
 
 async def test_only_a_leader_reads(monkeypatch: pytest.MonkeyPatch) -> None:
