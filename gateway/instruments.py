@@ -100,6 +100,12 @@ ATTEMPTS = _requests.counter("headrace_attempts_total", "", "Tries sent to an en
 RETRIES = _requests.counter(
     "headrace_retries_total", "", "Works tried again after an attempt failed, by the failure.", "engine", "reason"
 )
+PREEMPTED = _requests.counter(
+    "headrace_preempted_total", "", "Attempts given up for works with an objective, and begun anew.", "engine", "class"
+)
+PREEMPTED_TOKENS = _requests.counter(
+    "headrace_preempted_tokens_total", "", "Output tokens seen of attempts given up so: waste.", "engine", "class"
+)
 REQUEST_BATCH = _requests.histogram(
     "headrace_request_batch_size", SIZE_BUCKETS, "Sequences that one request asks for (prompts x n).", "class", unit=""
 )

@@ -71,6 +71,8 @@ from gateway.instruments import (
     POLICY_GENERATION,
     POLICY_INFO,
     POLICY_RELOAD_FAILED,
+    PREEMPTED,
+    PREEMPTED_TOKENS,
     PROMPT_TOKENS,
     QUEUE_WAIT,
     QUEUED,
@@ -172,6 +174,11 @@ class Telemetry:
     def retry(self, engine: str, reason: str) -> None:
         """Count one work that goes on elsewhere; engine is the one that failed it."""
         self.add(RETRIES, 1, engine, reason)
+
+    def preempted(self, engine: str, class_name: str, output_tokens: int) -> None:
+        """Count one attempt that the gateway gave up for a work with an objective, and what it had made."""
+        self.add(PREEMPTED, 1, engine, class_name)
+        self.add(PREEMPTED_TOKENS, output_tokens, engine, class_name)
 
     def decided(self, kind: str, seconds: float) -> None:
         """See `gateway.dispatch.dispatcher.Meter`."""

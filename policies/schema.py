@@ -72,6 +72,7 @@ class ClassPolicy:
     max_queue                 works that may wait; the next one is shed with 429
     max_wait_s                longest wait in our queue before a work is answered 503
     max_age_s                 without an objective: works about to be older go first; None: none does
+    preemptible               without an objective: running works may be given up, and begun anew, for those with one
     min_share                 without an objective: part of what is in flight that it is entitled to while it waits
     """
 
@@ -87,6 +88,7 @@ class ClassPolicy:
     max_wait_s: Seconds = 120.0
     max_age_s: Seconds | None = 120.0
     min_share: Share = 0.05
+    preemptible: Flag = True
 
     @property
     def has_ttft_objective(self) -> bool:

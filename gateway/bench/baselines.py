@@ -127,7 +127,7 @@ class SaturationGate(Unlearning):
         ceiling = self.CEILINGS[work.class_name]
         guards = [
             _reading(Guard.STALL, queue / self.QUEUE_DEPTH, ceiling),
-            _reading(Guard.KV, _value(engine.kv_used_fraction) / self.KV_FRACTION, ceiling),
+            _reading(Guard.STALL, _value(engine.kv_used_fraction) / self.KV_FRACTION, ceiling),
         ]
         if work.class_name == BULK:
             guards.append(_reading(Guard.WINDOW, engine.in_flight.get(BULK, 0) + 1, CLIENTS_IN_FLIGHT))

@@ -39,6 +39,7 @@ from policies.ordering import TenantCounters, urgent
 from policies.ordering.feasibility import Outlook
 from policies.ordering.shedding import Infeasible, Shedding
 from policies.placement import eligible
+from policies.preemption import plan_recalls
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingPolicy
 from policies.vocabulary import Action, Decision, Grant, Guard, Outcome, Work
@@ -345,6 +346,7 @@ class Dispatcher:
         self._overdue = any(policy.overdue(work, now_s) for work in waiting.works)
         fresh = [work for work in waiting.works if (work.id, work.attempt + 1) not in self._uncertain]
         placements: list[Placement] = []
+        due: list[Work] = []
         if fresh:
             begun_s = self._clock.now_s()
             views = self._roster.views(begun_s)
@@ -360,6 +362,8 @@ class Dispatcher:
         # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
         repeated = [replace(grant, expires_s=now_s + GRANT_VALID_S) for grant in self._uncertain.values()]
         grants = [*repeated, *(self._grant(placement, now_s) for placement in placements)]
+        placed = {placement.work.id for placement in placements}
+        self._make_way([work for work in due if work.id not in placed], policy, now_s)
         if not grants:
             return False
         await self._claim(grants)
@@ -395,6 +399,23 @@ class Dispatcher:
             return await self._queue.claim_many(grants, now_ms=self._presence.now_ms())
         except QueueUnavailable:
             return await self._queue.claim_many(grants, now_ms=self._presence.now_ms())
+
+    def _make_way(self, waiting: list[Work], policy: Policy, now_s: float) -> None:
+        """Give up works that run here for those with an objective that wait for memory alone."""
+        if not waiting:
+            return
+        recalls = plan_recalls(
+            waiting,
+            self._roster.views(self._clock.now_s()),
+            self._sizing,
+            policy,
+            now_s,
+            lambda engine: self._ledger[engine].recallable(),
+        )
+        for one in recalls:
+            self._sink(one.decision)
+            for victim in one.victims:
+                self._ledger[one.engine].recall(victim.work.id, victim.attempt)
 
     def _refuse_infeasible(self, outlook: Outlook, policy: Policy, now_s: float) -> set[str]:
         """Refuse what cannot be in time where its class says so; ids of those that heard it. Works of other processes

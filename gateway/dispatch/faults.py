@@ -30,6 +30,7 @@ class Fault:
     refusal     what the client is told if nobody else takes over
     result      how the work ends in that case
     elsewhere   another engine may try, provided that no byte was sent to the client
+    requeue     the gateway itself gave the attempt up: the work goes back to the queue, and no engine is to blame
     body        the engine's own error body, to be relayed instead of a rendering of `refusal`; None: render
     content_type of `body`
     """
@@ -37,6 +38,7 @@ class Fault:
     refusal: Refusal
     result: Result
     elsewhere: bool
+    requeue: bool = False
     body: bytes | None = None
     content_type: str = "application/json"
 
@@ -65,6 +67,18 @@ def call_failed(failure: CallFailure, engine: str) -> Fault:
         retry_after_s=RETRY_AFTER_DEFAULT_S if status == 503 else None,
     )
     return Fault(refusal, result, elsewhere=True)
+
+
+def preempted(engine: str) -> Fault:
+    """We gave the attempt up for a work with an objective."""
+    refusal = Refusal(
+        503,
+        f"engine {engine} was needed for urgent requests; try again",
+        "server_error",
+        "preempted",
+        retry_after_s=RETRY_AFTER_DEFAULT_S,
+    )
+    return Fault(refusal, Result.UNAVAILABLE, elsewhere=True, requeue=True)
 
 
 def timed_out(timer: str, bound_s: float, engine: str) -> Fault:

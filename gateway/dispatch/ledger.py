@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.queue.base import Claimed, InFlight, Place, Session
+from policies.preemption import Victim
 from policies.sizing import Running
 from policies.vocabulary import Work
 
@@ -34,12 +35,22 @@ class Progress(Protocol):
     @property
     def output_tokens(self) -> int: ...
 
+    @property
+    def recallable(self) -> bool:
+        """Nothing of it has reached its client: it could begin anew, and nobody would see."""
+        ...
+
+    def recall(self) -> None:
+        """Give the attempt up; its owner puts the work back into the queue. Only while `recallable`."""
+        ...
+
 
 @dataclass(slots=True)
 class Entry:
     """One attempt in flight. kv_tokens is its share of the engine's sum at the last refresh, in whole blocks.
 
     output_tokens   shown by the last refresh
+    recalled   it is being given up
     claimed   whose it is, and the grant's place in that session's order; None: it runs (or will) in this process
     """
 
@@ -51,6 +62,7 @@ class Entry:
     prefill_tokens: int = 0
     output_tokens: int = 0
     prefilled: bool = False
+    recalled: bool = False
 
 
 @dataclass(slots=True)
@@ -95,6 +107,24 @@ class EngineLedger:
         entry = self.entries.get((work_id, attempt))
         if entry is not None:
             entry.progress = progress
+
+    def recallable(self) -> list[Victim]:
+        """Attempts of this process that could be given up; none while some are."""
+        entries = self.entries
+        if any(entry.recalled for entry in entries.values()):
+            return []
+        return [
+            Victim(entry.work, attempt, entry.granted_s, entry.kv_tokens)
+            for (_, attempt), entry in entries.items()
+            if entry.progress is not None and entry.progress.recallable
+        ]
+
+    def recall(self, work_id: str, attempt: int) -> None:
+        """Give an attempt up. Its end is told like any other's."""
+        entry = self.entries.get((work_id, attempt))
+        if entry is not None and entry.progress is not None:
+            entry.recalled = True
+            entry.progress.recall()
 
     def remove(self, work_id: str, attempt: int) -> bool:
         """Forget an attempt. False when it was not there (already removed)."""

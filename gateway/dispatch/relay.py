@@ -31,6 +31,7 @@ from gateway.dispatch.faults import (
     call_failed,
     engine_answered,
     engine_said,
+    preempted,
     timed_out,
     truncated,
     unasked_coding,
@@ -156,6 +157,16 @@ class Relay:
         nobody anything."""
         reader = self._reader
         return reader is not None and reader.terminated and reader.finished
+
+    @property
+    def recallable(self) -> bool:
+        """Nothing of the attempt has reached the client yet: it may be given up and begun anew."""
+        return not self._committed and not self.done.done()
+
+    def recall(self) -> None:
+        """Give the attempt up for somebody who is in a greater hurry."""
+        if self.recallable:
+            self._end(preempted(self._engine))
 
     def attach(self, call: Call) -> None:
         """The call under way, to be paused with the client and aborted with the attempt."""

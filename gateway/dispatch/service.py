@@ -75,6 +75,7 @@ class _Course:
     engine_ttft_s: float | None = None
     relay: Relay | None = None
     degraded: bool = False
+    preempted: int = 0
 
 
 class Service:
@@ -312,11 +313,16 @@ class Service:
             if fault is None:
                 course.result = Result.COMPLETED
                 return
-            again = replace(work, attempt=work.attempt + 1, avoid=work.avoid | {grant.engine})
+            again = replace(work, attempt=work.attempt + 1)
+            if fault.requeue:
+                course.preempted += 1
+                self._telemetry.preempted(grant.engine, work.class_name, end.output_tokens)
+            else:
+                again = replace(again, avoid=work.avoid | {grant.engine})
             if (
                 end.committed
                 or not fault.elsewhere
-                or course.attempts >= MAX_ATTEMPTS
+                or course.attempts - course.preempted >= MAX_ATTEMPTS
                 or not self._somebody_serves(again)
             ):
                 course.result, course.reason = fault.result, fault.refusal.reason
@@ -327,7 +333,8 @@ class Service:
             self._owner.finished(work, grant, None)
             course.grant = None
             course.work = again
-            self._telemetry.retry(grant.engine, fault.refusal.reason)
+            if not fault.requeue:
+                self._telemetry.retry(grant.engine, fault.refusal.reason)
 
     async def _wait(self, exchange: Exchange, course: _Course, policy: Policy) -> Grant | None:
         """Wait in the queue for a grant, as long as the class, the client and the kind of answer allow.

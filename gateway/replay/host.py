@@ -49,7 +49,7 @@ class EngineSpec:
 class Attempt:
     """One sequence on an engine, as whoever sent it follows it; also the ledger's live counter of its tokens."""
 
-    __slots__ = ("_host", "on_end", "on_first_token", "sent_s", "sequence")
+    __slots__ = ("_host", "on_end", "on_first_token", "on_recall", "sent_s", "sequence")
 
     def __init__(
         self,
@@ -65,6 +65,19 @@ class Attempt:
         self.sent_s = sent_s
         self.on_first_token = on_first_token
         self.on_end = on_end
+        self.on_recall: Callable[[], object] | None = None
+
+    @property
+    def recallable(self) -> bool:
+        """A client of bulk gets its answer whole, so until then it can begin anew."""
+        return self.on_recall is not None
+
+    def recall(self) -> None:
+        """The gateway gives it up; whoever sent it is told at the loop's next turn."""
+        if self.on_recall is not None:
+            self._host.abort(self)
+            self._host.call_soon(self.on_recall)
+            self.on_recall = None
 
     @property
     def output_tokens(self) -> int:
@@ -118,6 +131,10 @@ class EngineHost:
         self._attempts[sequence] = attempt
         self._rearm()
         return attempt
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """At the loop's next turn."""
+        self._loop.call_soon(callback)
 
     def abort(self, attempt: Attempt) -> None:
         """Give an attempt up; nothing more is told of it."""

@@ -16,6 +16,7 @@ a sizing policy from the world itself, for the clairvoyant bound.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -376,6 +377,8 @@ class World:
         except ValueError:
             self._settle(course, Result.CLIENT_ERROR, "too_long")
             return
+        if not self.plan.policy.class_policy(course.work.class_name).has_ttft_objective:
+            course.attempt.on_recall = functools.partial(self._recalled, course, grant)
         course.replica.dispatcher.attach(grant, course.attempt)
 
     def _engine_priority(self, work: Work) -> int:
@@ -405,6 +408,17 @@ class World:
         course.wasted_tokens += attempt.sequence.generated_tokens
         replica.owner.finished(course.work, grant, None)
         course.work, course.grant, course.attempt, course.first_token_s = again, None, None, None
+        self._start_or_queue(course)
+
+    def _recalled(self, course: Course, grant: Grant) -> None:
+        """The gateway gave an attempt up: back to the queue, and what it made is wasted."""
+        if course.grant is not grant or course.attempt is None:
+            return
+        course.wasted_tokens += course.attempt.sequence.generated_tokens
+        course.replica.owner.finished(course.work, grant, None)
+        course.work = replace(course.work, attempt=course.work.attempt + 1)
+        course.attempts -= 1
+        course.grant, course.attempt, course.first_token_s = None, None, None
         self._start_or_queue(course)
 
     def _somebody_serves(self, work: Work) -> bool:

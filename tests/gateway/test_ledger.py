@@ -16,6 +16,11 @@ from policies.vocabulary import Work
 @dataclass
 class Counter:
     output_tokens: int = 0
+    recallable = True
+    recalls = 0
+
+    def recall(self) -> None:
+        self.recalls += 1
 
 
 def work(number: int, *, class_name: str = "interactive", prompt_tokens: int = 10, sequences: int = 1) -> Work:
@@ -155,3 +160,21 @@ def test_sums_of_another_session_replace_each_other() -> None:
     assert ledger.in_flight == {"bulk": 2}
     assert ledger.running("bulk") == 1
     assert (ledger.kv_tokens, ledger.prefill_tokens) == (16, 0)
+
+
+def test_an_engine_gives_up_nothing_more_while_something_is_being_given_up() -> None:
+    ledger, counters = EngineLedger(), [Counter(), Counter(), Counter()]
+    counters[2].recallable = False
+    for number, counter in enumerate(counters):
+        ledger.add(work(number, class_name="bulk", prompt_tokens=100), 1, float(number))
+        ledger.attach(f"w{number}", 1, counter)
+    before = [(one.work.id, one.attempt, one.granted_s, one.kv_tokens) for one in ledger.recallable()]
+
+    ledger.recall("w1", 1)
+    meanwhile = ledger.recallable()
+    ledger.remove("w1", 1)
+
+    assert before == [("w0", 1, 0.0, 112), ("w1", 1, 1.0, 112)]
+    assert [counter.recalls for counter in counters] == [0, 1, 0]
+    assert meanwhile == []
+    assert [one.work.id for one in ledger.recallable()] == ["w0"]

@@ -346,6 +346,21 @@ def test_answers_that_show_nothing_before_their_end_do_not_fill_the_pipe_for_eve
     assert admitted == [False, True]
 
 
+def test_an_answer_that_shows_nothing_before_its_end_is_not_taken_for_foreign_traffic() -> None:
+    ledger = TokenLedger(POLICY)
+    silent = work("n", "night", prompt_tokens=8000)
+    ledger.on_event(Granted(silent, "e0", 1), NOW_S)
+    needs = []
+    for tick in range(1, 61):
+        now_s = NOW_S + tick
+        view = told({"night": 1}, kv_tokens=8000, prefill_tokens=8000, used=(8000 + 20 * tick) / CAPACITY)
+        ledger.on_event(Progressed("e0", [Running(silent, 1, 0, False)]), now_s)
+        ledger.on_event(Sampled(view), now_s)
+        needs.append(reading(ledger.admit(work("x", "night", prompt_tokens=100), view, now_s), Guard.KV)[0])
+
+    assert needs[-1] < 8000 + 20 * 60 + 100 + 4000
+
+
 @pytest.mark.parametrize(
     ("guard", "scene", "passes"),
     [

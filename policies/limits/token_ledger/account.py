@@ -262,14 +262,22 @@ class Account:
             entry.shown_tokens = one.shown_tokens
             entry.prefilled = one.prefilled
             if not one.prefilled:
-                waited_s = now_s - entry.granted_s
-                entry.assumed = waited_s > UNSEEN_S and waited_s > UNSEEN_FACTOR * self.step.ttft_s(*entry.behind)
+                waited_s, first_s = now_s - entry.granted_s, self.step.ttft_s(*entry.behind)
+                entry.assumed = waited_s > UNSEEN_S and waited_s > UNSEEN_FACTOR * first_s
+                if entry.assumed and not one.shown_tokens:
+                    entry.shown_tokens = self._unseen_tokens(one.work, waited_s - first_s)
             entries[key] = entry
         self.entries = entries
         self._look_at_gaps(now_s)
         self.refresh()
         while self.first_tokens and self.first_tokens[0][0] < now_s - FIRST_TOKENS_S:
             self.first_tokens.popleft()
+
+    def _unseen_tokens(self, work: Work, decoding_s: float) -> int:
+        """What an answer that is not streamed has come to by now: a token a step, within its limit."""
+        step_s = self.step.step_s(len(self.entries), self.sums.held_tokens)
+        made = decoding_s / step_s if step_s > 0 else 0.0
+        return work.sequences * int(made if work.max_tokens is None else min(made, work.max_tokens))
 
     def refresh(self) -> None:
         """All forecasts and sums from the entries, O(works)."""

@@ -191,6 +191,8 @@ class TokenLedger:
                 variances = [one + more * own for one, own in zip(variances, 2 * own_variances, strict=True)]
         pending_urgent, pending_patient = account.pending(engine, beyond)
         capacity = mine.capacity_tokens
+        if capacity is None and engine.kv_capacity_tokens.known:  # told since the last tick
+            capacity = engine.kv_capacity_tokens.value
         held = float(engine.kv_tokens)
         reserve = 0.0
         if capacity is not None:
@@ -391,7 +393,9 @@ class _Engine:
             self.black_box.begin(view.kv_tokens)
         self.silent = silent
         self._look_for_restart(view)
-        self.account.offset.tick(view.kv_tokens - view.prefill_tokens, now_s)
+        # Prompts that must have been taken in, though their answers show nothing yet, are in the engine's memory.
+        pending = max(0, view.prefill_tokens - self.account.sums.assumed)
+        self.account.offset.tick(view.kv_tokens - pending, now_s)
         if used.known and used.value is not None and self.capacity_tokens is not None:
             self.account.offset.polled(used.value * self.capacity_tokens, now_s - age_s)
         self._count_preemptions(view)
