@@ -17,12 +17,17 @@ after its own first token and before the next one's.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from backends.simulated.profiles import Profile
 from backends.simulated.step_model import StepModel
 from gateway.replay.trace import Request
 
+BAR = 0.99
+"""Part of the urgent requests whose first token has to be in time."""
+CEILING_SHARE = 0.97
+"""Where bursts exceed capacity, the bar is this part of what can be attained at all."""
+SLOWDOWNS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 TAUS = 400
 BLOCK_TOKENS = 16
 
@@ -79,6 +84,23 @@ def _engine_bound(
     return best * tokens
 
 
+def ceiling(requests: Sequence[Request], profiles: Sequence[Profile], objective: Callable[[Request], float]) -> float:
+    """Part of the requests that can be in time when they have the engines for themselves.
+
+    The best of a few schedules: giving up the largest is optimal only for requests that are all there, and one who
+    leaves room, as for a slower engine, sometimes does better. What a slower engine can do, this one can.
+    """
+    if not requests:
+        return 1.0
+    late = min(len(given_up(requests, profiles, objective=objective, slowdown=slowdown)) for slowdown in SLOWDOWNS[:6])
+    return 1 - late / len(requests)
+
+
+def bar(attainment_ceiling: float) -> float:
+    """Attainment that a scheduler has to reach."""
+    return BAR if attainment_ceiling >= BAR else CEILING_SHARE * attainment_ceiling
+
+
 def _work_ms(model: StepModel, sizes: Sequence[tuple[int, int, int]]) -> float:
     """Milliseconds of engine time of all requests together, (computed prompt, output, whole prompt) tokens each."""
     return sum(
@@ -96,72 +118,71 @@ def given_up(
     requests: Sequence[Request],
     profiles: Sequence[Profile],
     *,
-    ttft_sla_s: float,
-    per_1k_tokens_s: float,
+    objective: Callable[[Request], float],
     slowdown: float = 1.0,
-) -> set[int]:
-    """Indices of the requests that Moore and Hodgson give up; a pool counts as one engine with the sum of its speeds.
+) -> dict[int, float]:
+    """The requests that Moore and Hodgson give up: index -> when the busy stretch began in which that was.
 
+    A pool counts as one engine with the sum of its speeds.
+
+    objective  seconds that a request's first token may take
     slowdown   >= 1: the engine does other things as well
     """
-    pending: list[tuple[float, int]] = []
-    lost: set[int] = set()
-    free_s = 0.0
+    waiting: list[tuple[float, int]] = []
+    lost: dict[int, float] = {}
+    free_s = busy_since_s = 0.0
     arrived = 0
-    work_s = [slowdown * _prefill_s(profiles, one) for one in requests]
-    decode_s = [slowdown * _decode_s(profiles, one) for one in requests]
+    work_s = [slowdown * prefill_s(profiles, one) for one in requests]
+    after_s = [slowdown * decode_s(profiles, one) for one in requests]
     latency_s = min((profile.step_model.a + profile.step_model.h0) / 1000 for profile in profiles)
-
-    def due_s(index: int) -> float:
-        one = requests[index]
-        return one.arrival_s + ttft_sla_s + per_1k_tokens_s * one.prompt_tokens / 1000 - latency_s
-
-    while arrived < len(requests) or pending:
-        if not pending:
-            free_s = max(free_s, requests[arrived].arrival_s)
+    due_s = [one.arrival_s + objective(one) - latency_s for one in requests]
+    while arrived < len(requests) or waiting:
+        if not waiting and requests[arrived].arrival_s > free_s:
+            free_s = busy_since_s = requests[arrived].arrival_s
         while arrived < len(requests) and requests[arrived].arrival_s <= free_s:
-            heapq.heappush(pending, (due_s(arrived), arrived))
+            heapq.heappush(waiting, (due_s[arrived], arrived))
             arrived += 1
-        pending = _feasible(pending, work_s, decode_s, free_s, lost)
-        if pending:
-            _, index = heapq.heappop(pending)
-            free_s += work_s[index] + decode_s[index]
+        waiting, dropped = _feasible(waiting, work_s, after_s, free_s)
+        lost.update(dict.fromkeys(dropped, busy_since_s))
+        if waiting:
+            _, index = heapq.heappop(waiting)
+            free_s += work_s[index] + after_s[index]
     return lost
 
 
 def _feasible(
-    pending: list[tuple[float, int]],
+    waiting: list[tuple[float, int]],
     work_s: Sequence[float],
-    decode_s: Sequence[float],
+    after_s: Sequence[float],
     free_s: float,
-    lost: set[int],
-) -> list[tuple[float, int]]:
-    """The waiting requests without those given up, as a heap by deadline."""
+) -> tuple[list[tuple[float, int]], list[int]]:
+    """(those waiting that can all be in time, by deadline; those given up for that)."""
     end_s = free_s
     largest: list[tuple[float, int]] = []
     kept: dict[int, float] = {}
-    for due, index in sorted(pending):
+    lost: list[int] = []
+    for due, index in sorted(waiting):
         end_s += work_s[index]
         kept[index] = due
-        heapq.heappush(largest, (-work_s[index] - decode_s[index], index))
+        heapq.heappush(largest, (-work_s[index] - after_s[index], index))
         if end_s > due:
             negative_s, dropped = heapq.heappop(largest)
             end_s += negative_s if dropped != index else -work_s[index]
             del kept[dropped]
-            lost.add(dropped)
+            lost.append(dropped)
         if index in kept:
-            end_s += decode_s[index]
-    return [(due, index) for index, due in kept.items()]
+            end_s += after_s[index]
+    return [(due, index) for index, due in kept.items()], lost
 
 
-def _decode_s(profiles: Sequence[Profile], request: Request) -> float:
+def decode_s(profiles: Sequence[Profile], request: Request) -> float:
     """Engine time that an answer takes at least, as part of the steps of a full batch."""
     output, context = request.output_tokens, request.prompt_tokens + request.output_tokens / 2
     models = [profile.step_model for profile in profiles]
     return 1 / sum(1000 / (output * (one.b + one.h1 + one.c * context)) for one in models)
 
 
-def _prefill_s(profiles: Sequence[Profile], request: Request) -> float:
+def prefill_s(profiles: Sequence[Profile], request: Request) -> float:
     """Engine time that a prompt takes at least: its part of full steps."""
     computed = request.prompt_tokens - request.cached_prompt_tokens
     speeds = []

@@ -66,6 +66,12 @@ class Cell:
         return [load_profile(engine["profile"]) for engine in self.raw["engines"]]
 
     @property
+    def files(self) -> list[Path]:
+        """The traces that it is made of."""
+        names = [self.raw[INTERACTIVE].get("trace"), self.raw[BULK].get("lengths")]
+        return [self.data / name for name in names if name is not None]
+
+    @property
     def tpot_sla_s(self) -> float:
         """Mean gap between tokens that answers may have; endless where the cell sets none."""
         return float(self.raw["classes"][INTERACTIVE].get("tpot_sla_s", math.inf))
@@ -81,6 +87,10 @@ class Cell:
     @property
     def ttft_sla_per_1k_tokens_s(self) -> float:
         return float(self.raw.get("ttft_sla_per_1k_tokens_s", 0.0))
+
+    def objective_s(self, request: Request) -> float:
+        """Seconds that an interactive request's first token may take."""
+        return self.ttft_sla_s + self.ttft_sla_per_1k_tokens_s * request.prompt_tokens / 1000
 
     def engines_of_pool(self, options: EngineOptions | None = None) -> tuple[EngineSpec, ...]:
         """The pool. Names are e0, e1, ... in the file's order."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.bench.baselines import OURS
-from gateway.bench.scheduling import bar
+from gateway.bench.bounds import bar
 from gateway.replay.chart import Bars, svg
 
 PAGE = "scheduling.md"
@@ -35,13 +35,13 @@ leaves long items lying or lets interactive work wait.
 Row = Mapping[str, Any]
 
 
-def write_report(folder: Path, document: Mapping[str, Any]) -> Path:
-    """Write the page and its pictures; the page's path."""
+def write_report(folder: Path, document: Mapping[str, Any], *, made_by: str) -> Path:
+    """Write the page and its pictures; the page's path. made_by: the command line."""
     folder.mkdir(parents=True, exist_ok=True)
     for cell in document["cells"]:
         (folder / f"scheduling-{cell}.svg").write_text(_picture(cell, document), encoding="utf-8")
     page = folder / PAGE
-    page.write_text(_page(document), encoding="utf-8")
+    page.write_text(_page(document, made_by), encoding="utf-8")
     return page
 
 
@@ -67,11 +67,14 @@ def bounds_of(cell: str, document: Mapping[str, Any]) -> list[str]:
             else f"{best['policy']}, {best['bulk_tokens_per_s']:,.0f} bulk tokens/s"
         ),
     ]
+    if bounds["alone"] is not None:
+        lines.insert(
+            1, f"interactive alone, the hopeless refused: attainment {bounds['alone']['attainment']:.4f} measured"
+        )
     if clairvoyant is not None:
         lines.append(
             f"clairvoyant {clairvoyant['bulk_tokens_per_s']:,.0f} bulk tokens/s at attainment "
-            f"{clairvoyant['attainment']:.4f}"
-            + (" (BEHIND best static: not a bound here)" if bounds["clairvoyant_behind"] else "")
+            f"{clairvoyant['attainment']:.4f}" + (" (BEHIND: no bound here)" if bounds["clairvoyant_behind"] else "")
         )
     return lines
 
@@ -121,9 +124,7 @@ def _picture(cell: str, document: Mapping[str, Any]) -> str:
     )
 
 
-def _page(document: Mapping[str, Any]) -> str:
-    flags = [*(["--quick"] if document.get("quick") else []), *(f"--cell {name}" for name in document.get("only", ()))]
-    made_by = " ".join(["headrace bench scheduling", *flags, "--report docs/benchmarks"])
+def _page(document: Mapping[str, Any], made_by: str) -> str:
     parts = [INTRODUCTION.format(commit=document["commit"], seconds=document["seconds"], made_by=made_by)]
     for cell in document["cells"]:
         parts.append(f"## {cell}\n")

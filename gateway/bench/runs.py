@@ -6,21 +6,22 @@ code and cell that made them). A run whose files are there under the same finger
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import json
-import math
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 from backends.simulated.continuous import SchedulingPolicy
 from backends.simulated.profiles import EngineOptions
-from gateway.bench.baselines import Contender, Windows, contenders
-from gateway.bench.bounds import given_up
-from gateway.bench.cells import BULK, Cell, Workload, load_cells
+from gateway.bench.baselines import OURS, Contender, contenders
+from gateway.bench.cells import BULK, Cell, load_cells
 from gateway.bench.clairvoyant import Clairvoyant
+from gateway.bench.fingerprint import fingerprint
+from gateway.bench.foresight import foresee
 from gateway.bench.perturbations import PERTURBATIONS, Perturbed
 from gateway.logs import Logs
 from gateway.replay.figures import Figures, figures
@@ -31,9 +32,6 @@ from policies.document import parse
 CLAIRVOYANT = "clairvoyant"
 ALONE = "interactive_alone"
 BOUNDS = (CLAIRVOYANT, ALONE)
-BESIDE_BULK = 1.2
-"""What bulk's decoding does to the speed of prompts, as the clairvoyant allows for when it refuses what will be late."""
-PACKAGES = ("gateway", "backends", "policies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,12 @@ class Task:
         return f"{cell}.{self.contender}.{self.seed}"
 
     @property
+    def fingerprint(self) -> str:
+        """Of everything that its figures depend on."""
+        name = self.contender
+        return fingerprint(cell_of(self), ours=name == OURS, bound=name in BOUNDS)
+
+    @property
     def done(self) -> dict[str, float | None] | None:
         """The figures, if this run has been made by this code already."""
         try:
@@ -60,19 +64,51 @@ class Task:
         except (OSError, ValueError):
             return None
         found: dict[str, float | None] | None = document.get("figures")
-        current = document.get("fingerprint") == fingerprint(self.data) and (self.out / f"{self.stem}.csv").exists()
+        current = document.get("fingerprint") == self.fingerprint and (self.out / f"{self.stem}.csv").exists()
         return found if current else None
+
+    @property
+    def twin(self) -> Task | None:
+        """The run that comes to the same: before one engine all balancers are alike."""
+        alike = self.contender == "pass_least_outstanding" and len(cell_of(self).profiles) == 1
+        return replace(self, contender="pass_round_robin") if alike else None
+
+
+def cell_of(task: Task) -> Cell:
+    """Its cell's definition."""
+    return next(one for one in _cells(task.data) if one.name == task.cell)
 
 
 def perform(task: Task) -> dict[str, float | None]:
     """Make a run and leave its files. For a process of a pool: everything is found again by name."""
-    cell = next(one for one in load_cells(task.data) if one.name == task.cell)
-    played, found = play(cell, task.contender, task.seed, task.perturb)
+    gc.freeze()  # traces and code stay: the collector need not look at them again and again
+    played, found = play(cell_of(task), task.contender, task.seed, task.perturb)
     task.out.mkdir(parents=True, exist_ok=True)
     write_rows(task.out / f"{task.stem}.csv", played.rows)
-    document = {"fingerprint": fingerprint(task.data), "figures": found.plain()}
-    (task.out / f"{task.stem}.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    _note(task, found.plain())
     return found.plain()
+
+
+def copy(task: Task, made: Task) -> dict[str, float | None]:
+    """Take over the rows and figures of a run that comes to the same."""
+    figures_made = json.loads((made.out / f"{made.stem}.json").read_text(encoding="utf-8"))["figures"]
+    shutil.copyfile(made.out / f"{made.stem}.csv", task.out / f"{task.stem}.csv")
+    _note(task, figures_made)
+    found: dict[str, float | None] = figures_made
+    return found
+
+
+def _note(task: Task, found: Mapping[str, float | None]) -> None:
+    """Whole or not at all: a run that was stopped while it wrote has not been made."""
+    path = task.out / f"{task.stem}.json"
+    document = {"fingerprint": task.fingerprint, "figures": found}
+    path.with_suffix(".new").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    path.with_suffix(".new").replace(path)
+
+
+@lru_cache(maxsize=4)
+def _cells(data: Path) -> list[Cell]:
+    return load_cells(data)
 
 
 def play(cell: Cell, name: str, seed: int, perturb: str = "") -> tuple[Played, Figures]:
@@ -107,60 +143,23 @@ def plan_of(cell: Cell, name: str, seed: int, perturb: str = "") -> tuple[Plan, 
         perturbed = PERTURBATIONS[perturb](Perturbed(plan, cell))
         plan = perturbed.plan
     lost: list[Row] = []
-    if name == CLAIRVOYANT:
-        plan, lost = _foreseen(cell, plan)
-    elif name == ALONE:
+    if name == ALONE:
         requests = tuple(one for one in plan.requests if one.class_name != BULK)
-        plan = replace(plan, requests=requests, sizing=lambda _policy: Windows(total=None, bulk=1))
+        plan = replace(plan, requests=requests)
+    if name in BOUNDS:
+        plan, lost = _foreseen(cell, plan, for_bulk=name != ALONE)
     return plan, lost, work.duration_s
 
 
-def ceiling(cell: Cell, work: Workload) -> float:
-    """Part of the interactive requests that can be on time when they have the engines for themselves."""
-    interactive = [one for one in work.requests if one.class_name != BULK]
-    lost = given_up(
-        interactive,
-        cell.profiles,
-        ttft_sla_s=cell.ttft_sla_s,
-        per_1k_tokens_s=cell.ttft_sla_per_1k_tokens_s,
-    )
-    return 1 - len(lost) / len(interactive)
-
-
-def _foreseen(cell: Cell, plan: Plan) -> tuple[Plan, list[Row]]:
-    """The clairvoyant's plan: what would be late is refused before the run."""
-    profiles = [engine.profile for engine in plan.engines]
-    interactive = [one for one in plan.requests if one.class_name != BULK]
-    lost = given_up(
-        interactive,
-        profiles,
-        ttft_sla_s=cell.ttft_sla_s,
-        per_1k_tokens_s=cell.ttft_sla_per_1k_tokens_s,
-        slowdown=BESIDE_BULK,
-    )
-    hopeless = {id(interactive[index]) for index in lost}
+def _foreseen(cell: Cell, plan: Plan, *, for_bulk: bool) -> tuple[Plan, list[Row]]:
+    """Planned by one who knows everything: what would be late is refused before the run."""
+    urgent = [one for one in plan.requests if one.class_name != BULK]
+    foresight = foresee(plan.engines, urgent, plan.foreign, cell.objective_s, for_bulk=for_bulk)
     rows = [
         Row(one.arrival_s, one.class_name, one.tenant, one.prompt_tokens, 0, "", None, None, one.arrival_s, "shed")
         for one in plan.requests
-        if id(one) in hopeless
+        if id(one) in foresight.hopeless
     ]
-    kept = tuple(one for one in plan.requests if id(one) not in hopeless)
-    stretch = BESIDE_BULK if lost else math.inf
-    privileged = partial(Clairvoyant, tpot_sla_s=cell.tpot_sla_s, stretch=stretch)
+    kept = tuple(one for one in plan.requests if id(one) not in foresight.hopeless)
+    privileged = partial(Clairvoyant, foresight=foresight, tpot_sla_s=cell.tpot_sla_s)
     return replace(plan, requests=kept, privileged=privileged), rows
-
-
-@lru_cache(maxsize=4)
-def fingerprint(data: Path) -> str:
-    """Of everything that a run depends on: our code and profiles, and the cells."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[2]
-    files: Sequence[Path] = sorted(
-        path
-        for package in PACKAGES
-        for path in (root / package).rglob("*")
-        if path.suffix in {".py", ".json", ".yaml"} and "data" not in path.parts
-    )
-    for path in (*files, data / "cells.json"):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

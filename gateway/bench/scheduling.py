@@ -2,8 +2,8 @@
 
 Figures of a cell and contender are means over its seeds; `worst_attainment` is the lowest. The best static window is
 chosen in hindsight: the most bulk among the static windows whose attainment reaches the bar, or ours where that is
-lower; where none does there is none. The clairvoyant must not fall behind it; where it does, the result says so
-(`clairvoyant_behind`), since then the bound is wrong and not the policy good.
+lower; where none does there is none. The clairvoyant must not fall behind it, nor behind ours where that reaches the bar;
+where it does, the result says so (`clairvoyant_behind`), since then the bound is wrong and not the policy good.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from pathlib import Path
 from typing import Any
 
 from gateway.bench.baselines import BULK_WINDOWS, OURS, contenders
-from gateway.bench.bounds import fluid_tokens_per_s
-from gateway.bench.cells import BULK, Cell, load_cells
+from gateway.bench.bounds import bar, ceiling, fluid_tokens_per_s
+from gateway.bench.cells import BULK, Cell, Workload, load_cells
 from gateway.bench.perturbations import POOL_ONLY
-from gateway.bench.runs import ALONE, BOUNDS, CLAIRVOYANT, Task, ceiling, perform
+from gateway.bench.runs import ALONE, BOUNDS, CLAIRVOYANT, Task, copy, perform
 
-ATTAINMENT_BAR = 0.99
-CEILING_SHARE = 0.97
-"""Where bursts exceed capacity, the bar is this part of what can be attained at all."""
-STATIC = ("static_shared_", "static_bulk_")
+SWEPT = "static_bulk_"
+STATIC = ("static_shared_", SWEPT)
+FIRST_LOOKED_AT = frozenset({f"{SWEPT}{window}" for window in (BULK_WINDOWS[4], BULK_WINDOWS[9])})
+"""Where a quick run's search for the best window begins: two, so that it has work for two cores."""
+BOUNDS_NEEDED = (CLAIRVOYANT, "fluid_bulk_tokens_per_s", "attainment_ceiling")
 
 Averages = Mapping[str, float | None]
 
 
 def tasks_of(cells: Iterable[Cell], *, data: Path, out: Path, quick: bool, perturb: str = "") -> list[Task]:
-    """Everything that is to be run, the longest first so that no core idles at the end.
+    """Everything that is to be run, but for windows that `searched` adds. Bounds first: they do not depend on ours.
 
-    quick   one seed, and every second static window (see `refined`)
+    quick   one seed, and of the windows of bulk only those that a search looks at
     """
     names = [*BOUNDS, *contenders()]
     if perturb:
         names = [name for name in names if name in {CLAIRVOYANT, OURS}]
     elif quick:
-        left_out = {f"static_bulk_{window}" for window in BULK_WINDOWS[::2]}
-        names = [name for name in names if name not in left_out]
+        names = [name for name in names if not name.startswith(SWEPT) or name in FIRST_LOOKED_AT]
     return [
         Task(cell.name, name, seed, data, out, perturb)
         for name in names
@@ -53,46 +53,80 @@ def tasks_of(cells: Iterable[Cell], *, data: Path, out: Path, quick: bool, pertu
     ]
 
 
-def refined(cells: Iterable[Cell], found: Mapping[Task, Averages]) -> list[Task]:
-    """Static windows that a quick run has left out and that the best of a cell may be among: the best one's neighbours.
+def searched(cells: Iterable[Cell], found: Mapping[Task, Averages]) -> list[Task]:
+    """The next windows of a quick run's search for the largest that reaches the bar; none when it is found.
 
-    Without them the best static window in hindsight would be a coarse one, and everybody would look good beside it.
+    Attainment falls as the window of bulk grows, and bulk grows with it: the best in hindsight is the last that reaches the
+    bar, with one beside it that does not.
     """
     more: list[Task] = []
     for cell in cells:
-        means = {task.contender: one for task, one in found.items() if task.cell == cell.name}
-        any_task = next(task for task in found if task.cell == cell.name)
-        best = best_static(means, ceiling(cell, cell.workload(any_task.seed)), kinds=("static_bulk_",))
-        at = 0 if best is None else BULK_WINDOWS.index(int(best["policy"].removeprefix("static_bulk_")))
-        near = [BULK_WINDOWS[index] for index in (at - 1, at, at + 1) if 0 <= index < len(BULK_WINDOWS)]
-        names = (f"static_bulk_{window}" for window in near)
-        more += [replace(any_task, contender=name) for name in names if name not in means]
+        of_cell = {task: one for task, one in found.items() if task.cell == cell.name}
+        if not of_cell:
+            continue
+        any_task = next(iter(of_cell))
+        means = {task.contender: one for task, one in of_cell.items()}
+        needed = _needed(means, _ceiling(cell, cell.workload(any_task.seed)))
+        reached = {
+            at: _number(means[f"{SWEPT}{window}"], "attainment") >= needed
+            for at, window in enumerate(BULK_WINDOWS)
+            if f"{SWEPT}{window}" in means
+        }
+        low = max((at for at, good in reached.items() if good), default=-1)
+        high = min((at for at, good in reached.items() if not good and at > low), default=len(BULK_WINDOWS))
+        if high - low > 1:
+            more.append(replace(any_task, contender=f"{SWEPT}{BULK_WINDOWS[(low + high) // 2]}"))
     return more
 
 
-def run_all(tasks: Sequence[Task], *, workers: int | None, on_done: Callable[[Task], None]) -> dict[Task, Averages]:
-    """Make every run that is not there yet, over all cores; figures by task. The first that fails ends it."""
+def run_all(
+    tasks: Sequence[Task], *, workers: int | None, on_done: Callable[[Task], None]
+) -> tuple[dict[Task, Averages], dict[Task, str]]:
+    """Make every run that is not there yet, over all cores: figures by task, and why those failed that did."""
     found: dict[Task, Averages] = {}
+    failed: dict[Task, str] = {}
     left: list[Task] = []
+    twins: list[tuple[Task, Task]] = []
     for task in tasks:
-        done = task.done
-        if done is None:
-            left.append(task)
-        else:
+        done, twin = task.done, task.twin
+        if done is not None:
             found[task] = done
             on_done(task)
-    if not left:
-        return found
-    with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        pending = {pool.submit(perform, task): task for task in left}
-        try:
-            for future in as_completed(pending):
-                found[pending[future]] = future.result()
-                on_done(pending[future])
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return found
+        elif twin is not None:
+            twins.append((task, twin))
+        else:
+            left.append(task)
+    left += [twin for _, twin in twins if twin not in left and twin not in found]
+    if left:
+        with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+            pending = {pool.submit(perform, task): task for task in left}
+            try:
+                for future in as_completed(pending):
+                    task, error = pending[future], future.exception()
+                    if error is None:
+                        found[task] = future.result()
+                    else:
+                        failed[task] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    on_done(task)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    for task, twin in twins:
+        if twin in found:
+            found[task] = copy(task, twin)
+        on_done(task)
+    return {task: found[task] for task in tasks if task in found}, failed
+
+
+def missing(cells: Iterable[Cell], document: Mapping[str, Any], *, perturbed: bool) -> list[str]:
+    """What a whole result has and this one has not, as CELL.POLICY or CELL.BOUND."""
+    names = [OURS] if perturbed else [name for name in contenders() if not name.startswith(SWEPT)]
+    lacking = []
+    for cell in cells:
+        table, bounds = document["cells"].get(cell.name, {}), document["bounds"].get(cell.name, {})
+        lacking += [f"{cell.name}.{name}" for name in names if name not in table]
+        lacking += [f"{cell.name}.{name}" for name in BOUNDS_NEEDED if bounds.get(name) is None]
+    return lacking
 
 
 def summarise(cells: Sequence[Cell], found: Mapping[Task, Averages], *, out: Path, seconds: float) -> dict[str, Any]:
@@ -118,14 +152,9 @@ def summarise(cells: Sequence[Cell], found: Mapping[Task, Averages], *, out: Pat
     }
 
 
-def bar(attainment_ceiling: float) -> float:
-    """Attainment that a scheduler has to reach."""
-    return ATTAINMENT_BAR if attainment_ceiling >= ATTAINMENT_BAR else CEILING_SHARE * attainment_ceiling
-
-
 def _bounds(cell: Cell, means: Mapping[str, Averages], seeds: Sequence[int]) -> dict[str, Any]:
     works = [cell.workload(seed) for seed in seeds or cell.seeds[:1]]
-    reachable = sum(ceiling(cell, work) for work in works) / len(works)
+    reachable = sum(_ceiling(cell, work) for work in works) / len(works)
     fluid = [
         fluid_tokens_per_s(
             cell.profiles,
@@ -140,10 +169,12 @@ def _bounds(cell: Cell, means: Mapping[str, Averages], seeds: Sequence[int]) -> 
     ]
     best = best_static(means, reachable)
     clairvoyant = means.get(CLAIRVOYANT)
-    behind = (
-        best is not None
-        and clairvoyant is not None
-        and _number(clairvoyant, "bulk_tokens_per_s") < _number(best, "bulk_tokens_per_s")
+    ours = means.get(OURS)
+    rivals = [best, ours if ours is not None and _number(ours, "attainment") >= bar(reachable) else None]
+    behind = clairvoyant is not None and any(
+        _number(one, "bulk_tokens_per_s") > _number(clairvoyant, "bulk_tokens_per_s")
+        for one in rivals
+        if one is not None
     )
     return {
         "clairvoyant": clairvoyant,
@@ -155,22 +186,29 @@ def _bounds(cell: Cell, means: Mapping[str, Averages], seeds: Sequence[int]) -> 
     }
 
 
-def best_static(
-    means: Mapping[str, Averages], attainment_ceiling: float, *, kinds: tuple[str, ...] = STATIC
-) -> dict[str, Any] | None:
+def _ceiling(cell: Cell, work: Workload) -> float:
+    interactive = [one for one in work.requests if one.class_name != BULK]
+    return ceiling(interactive, cell.profiles, cell.objective_s)
+
+
+def best_static(means: Mapping[str, Averages], attainment_ceiling: float) -> dict[str, Any] | None:
     """See the module header."""
-    needed = bar(attainment_ceiling)
-    if OURS in means:
-        needed = min(needed, _number(means[OURS], "attainment"))
+    needed = _needed(means, attainment_ceiling)
     good = [
         (_number(one, "bulk_tokens_per_s"), name)
         for name, one in means.items()
-        if name.startswith(kinds) and _number(one, "attainment") >= needed
+        if name.startswith(STATIC) and _number(one, "attainment") >= needed
     ]
     if not good:
         return None
     name = max(good)[1]
     return {"policy": name, **means[name]}
+
+
+def _needed(means: Mapping[str, Averages], attainment_ceiling: float) -> float:
+    """Attainment that a static window has to reach to be compared with: the bar, or ours where that is lower."""
+    needed = bar(attainment_ceiling)
+    return min(needed, _number(means[OURS], "attainment")) if OURS in means else needed
 
 
 def _mean(runs: Sequence[Averages]) -> dict[str, float | None]:

@@ -1,7 +1,8 @@
 """`headrace bench scheduling`: cells by policies by seeds, over all cores, against the bounds.
 
 It can be stopped and started again: what has been run by the same code is not run again. Tables and progress go to the
-terminal, `--json` prints the whole document, `--report DIR` writes the page and its pictures.
+terminal, `--json` prints the whole document, `--report DIR` writes the page and its pictures. A run that fails is told, and
+what then is missing makes the command fail.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gateway.bench.cells import shipped_data
-from gateway.bench.perturbations import PERTURBATIONS
+from gateway.bench.cells import Cell, shipped_data
+from gateway.bench.perturbations import PERTURBATIONS, POOL_ONLY
 from gateway.bench.report import bounds_of, table_of, write_report
 from gateway.bench.runs import Task
-from gateway.bench.scheduling import chosen, refined, run_all, summarise, tasks_of, timed
+from gateway.bench.scheduling import chosen, missing, run_all, searched, summarise, tasks_of, timed
 from gateway.settings_file import SettingsError
 
 OUT = Path("bench-scheduling")
@@ -32,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Describe the benchmark."""
     parser = subparsers.add_parser("scheduling", help="bulk beside interactive, against baselines and bounds")
     parser.add_argument("--cell", action="append", default=[], metavar="NAME", help="only this cell; repeatable")
-    parser.add_argument("--quick", action="store_true", help="one seed, quick cells, static windows near the best")
+    parser.add_argument("--quick", action="store_true", help="one seed, quick cells, static windows searched")
     parser.add_argument(
         "--perturb", default="", choices=sorted(PERTURBATIONS), help="with something wrong in the world"
     )
@@ -52,24 +54,41 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"bench: --data {data}: {error.strerror}; it must hold cells.json and traces/") from None
     except KeyError as error:
         raise SettingsError(f"bench: --cell {error.args[0]}: no such cell; cells.json names them") from None
-    tasks = tasks_of(cells, data=data, out=args.out, quick=args.quick, perturb=args.perturb)
-    seconds = timed()
-    with _progress() as progress:
-        found = run_all(tasks, workers=args.workers, on_done=_Meter(progress, len(tasks)))
-        if args.quick and not args.perturb:
-            more = refined(cells, found)
-            found.update(run_all(more, workers=args.workers, on_done=_Meter(progress, len(more))))
-    document: dict[str, Any] = summarise(cells, found, out=args.out, seconds=seconds())
-    document["quick"], document["only"] = args.quick, args.cell
-    if args.perturb:
-        document["perturbation"] = args.perturb
+    document = _measured(args, cells, data)
+    made_by = " ".join(["headrace bench scheduling", *_flags(args)])
     if args.report is not None:
-        write_report(args.report, document)
+        write_report(args.report, document, made_by=made_by)
     if args.json:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     else:
         _tables(document)
-    return 0
+    lacking = missing(cells, document, perturbed=bool(args.perturb)) if args.perturb not in POOL_ONLY else []
+    if lacking:
+        sys.stderr.write(f"bench: missing: {', '.join(lacking)}\n")
+    return 1 if lacking else 0
+
+
+def _measured(args: argparse.Namespace, cells: list[Cell], data: Path) -> dict[str, Any]:
+    """Make the runs; the document of their figures."""
+    tasks = tasks_of(cells, data=data, out=args.out, quick=args.quick, perturb=args.perturb)
+    seconds = timed()
+    found: dict[Task, Mapping[str, float | None]] = {}
+    failed: dict[Task, str] = {}
+    with _progress() as progress:
+        while tasks:
+            made, lost = run_all(tasks, workers=args.workers, on_done=_Meter(progress, len(tasks)))
+            found.update(made)
+            failed.update(lost)
+            tasks = [] if not args.quick or args.perturb or lost else searched(cells, found)
+    for task, why in failed.items():
+        sys.stderr.write(f"bench: {task.stem} failed: {why}\n")
+    return summarise(cells, found, out=args.out, seconds=seconds())
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    flags = ["--quick"] if args.quick else []
+    flags += [f"--cell {name}" for name in args.cell]
+    return [*flags, *([f"--perturb {args.perturb}"] if args.perturb else [])]
 
 
 @dataclass(slots=True)

@@ -132,7 +132,6 @@ class Reply:
         if self.ended:
             return
         self.ended = True
-        self._exchange.failed = True
         exchange, downstream = self._exchange, self._exchange.downstream
         if not self.opened:
             self._answer(refusal.status, render_body(refusal, exchange.dialect), refusal, "application/json")
@@ -150,7 +149,7 @@ class Reply:
         if self.ended or self.opened:
             self.fail(refusal)
             return
-        self.ended = self._exchange.failed = True
+        self.ended = True
         self._answer(refusal.status, body, refusal, content_type)
 
     def check(self, now_s: float) -> None:

@@ -104,6 +104,7 @@ class EngineHost:
         self._shown: list[tuple[EventKind, Sequence]] = []
         self._wake_at_s = math.inf
         self._wake_handle: object = None
+        self._caught_up_ns = -1
         self._past_preemptions = 0
         self._past_recomputed_tokens = 0
         self._past_energy_j = 0.0
@@ -128,6 +129,7 @@ class EngineHost:
             self._loop.call_soon(on_end, attempt, False)
             return attempt
         self.engine.submit(sequence, self._now_s())
+        self._caught_up_ns = -1
         self._attempts[sequence] = attempt
         self._rearm()
         return attempt
@@ -140,6 +142,7 @@ class EngineHost:
         """Give an attempt up; nothing more is told of it."""
         if self._attempts.pop(attempt.sequence, None) is not None and self.up:
             self.engine.abort(attempt.sequence, self._now_s())
+            self._caught_up_ns = -1
             self._rearm()
 
     def kill(self) -> None:
@@ -162,13 +165,15 @@ class EngineHost:
 
     def catch_up(self) -> None:
         """Bring the engine to the present; what it shows by then is told at the loop's next turn."""
-        now_s = self._now_s()
-        if self.engine.clock_s < now_s:
-            events = self.engine.advance(now_s)
-            if events:
-                if not self._shown:
-                    self._loop.call_soon(self._tell)
-                self._shown.extend((event.kind, event.sequence) for event in events)
+        now_ns = self._loop.now_ns
+        if now_ns == self._caught_up_ns:  # asked for each of its sequences, many times a tick
+            return
+        self._caught_up_ns = now_ns
+        events = self.engine.advance(self._now_s())
+        if events:
+            if not self._shown:
+                self._loop.call_soon(self._tell)
+            self._shown.extend((event.kind, event.sequence) for event in events)
 
     # -- what is known of it -------------------------------------------------------------------------------------------
 
@@ -257,6 +262,7 @@ class EngineHost:
     def _boot(self) -> None:
         self.engine: Engine = build_engine(self.spec.profile, self.spec.options)
         self._started_s = self._loop.time()
+        self._caught_up_ns = -1
         self._polled_busy_s = self._polled_energy_j = 0.0
         self._rearm()
 
