@@ -41,6 +41,8 @@ from gateway.dispatch.member import Member
 from gateway.dispatch.service import Service
 from gateway.dispatch.watchdog import Watchdog
 from gateway.errors import StartError
+from gateway.idempotency.answers import Answers, MemoryAnswers, RedisAnswers
+from gateway.idempotency.gate import Idempotent
 from gateway.ingress.auth import KeyRing
 from gateway.ingress.keys_file import KeysFile
 from gateway.ingress.server import Ingress
@@ -126,6 +128,7 @@ class Gateway:
         self._on_decision = on_decision
         self._stack = AsyncExitStack()
         self._valkey: EmbeddedValkey | None = None
+        self._answers: Answers
         self._decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
 
     async def __aenter__(self) -> Self:
@@ -222,9 +225,18 @@ class Gateway:
             log=self._log,
         )
         stack.push_async_callback(self.gpu_watch.close)
+        self.idempotent = Idempotent(
+            self.service,
+            self._answers,
+            keep_s=settings.idempotency_s,
+            name=session_id,
+            clock=self._clock,
+            telemetry=self.telemetry,
+            log=self._log,
+        )
         self.ingress = Ingress(
             settings,
-            self.service,
+            self.idempotent,
             Catalogue(self.roster, dict(settings.aliases)),
             capacity=self.member.capacity.answer,
             keys=lambda: no_keys if keys is None else keys.current,
@@ -250,6 +262,7 @@ class Gateway:
             runs["poller"] = self.poller.run
             runs["gpu watch"] = self.gpu_watch.run
         if self._role is not Role.DECIDER:
+            runs["idempotency"] = self.idempotent.run
             runs["watchdog"] = self.watchdog.run
         if recorder is not None:
             runs["recorder"] = recorder.run
@@ -263,6 +276,7 @@ class Gateway:
 
     async def _open_queue(self, stack: AsyncExitStack) -> Queue:
         if self._given_queue is not None:
+            self._answers = MemoryAnswers(self._clock.now_s)
             return self._given_queue
         url = self.settings.redis_url
         if url is None:
@@ -270,6 +284,8 @@ class Gateway:
             url = self._valkey.url
         queue = open_queue(url, log=self._log, rng=self._rng, on_call=self.telemetry.redis_call)
         stack.push_async_callback(queue.close)
+        self._answers = RedisAnswers(connect(url, pool=POOL), POOL)
+        stack.push_async_callback(self._answers.close)
         try:
             warning = await queue.eviction_warning()
         except QueueUnavailable as error:

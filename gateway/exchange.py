@@ -102,6 +102,7 @@ class Exchange:
     key_id           short public id of the API key used; "" without keys
     max_class        highest class the key may use ("" = any), for classify
     accepted_s       monotonic time at which the request was whole and accepted
+    failed           an error went out instead of an answer, or at its end
     read_timeout_s   how long the client says it waits (x-stainless-read-timeout, x-headrace-timeout-s); None: unknown
     """
 
@@ -121,3 +122,4 @@ class Exchange:
     rule_headers: dict[str, str] = field(default_factory=dict)
     read_timeout_s: float | None = None
     response_headers: list[tuple[str, str]] = field(default_factory=list)
+    failed: bool = False

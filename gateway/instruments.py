@@ -112,6 +112,12 @@ REQUEST_BATCH = _requests.histogram(
 REQUEST_PARTS = _requests.counter(
     "headrace_request_parts_total", "", "Works that are parts of a larger request, which was split.", "class"
 )
+IDEMPOTENT = _requests.counter(
+    "headrace_idempotent_requests_total",
+    "",
+    "Requests with an Idempotency-Key: first, replayed, running, reused, not_kept, or unavailable (served without).",
+    "outcome",
+)
 
 _latency = Section("Latency")
 QUEUE_WAIT = _latency.histogram(

@@ -105,6 +105,7 @@ class Settings:
     trust_forwarded    keep X-Forwarded-* of clients (only behind a proxy of yours)
     cors_origins       origins allowed by CORS; () sends no CORS headers, ("*",) allows all without credentials
     allow_no_keys      serve beyond loopback without API keys
+    idempotency_s      how long the answer to a request with an Idempotency-Key is kept; 0: the header is not read
     workers            processes that serve, under a supervisor when more than one; 0: one for each core
     """
 
@@ -121,6 +122,7 @@ class Settings:
     trust_forwarded: bool = False
     cors_origins: tuple[str, ...] = ("*",)
     allow_no_keys: bool = False
+    idempotency_s: float = 600.0
     workers: int = 1
     poll_s: float = 0.5
     timeouts: Timeouts = Timeouts()

@@ -310,6 +310,7 @@ class SettingsDocument(BaseModel):
     trust_forwarded: bool = False
     cors_origins: tuple[str, ...] = ("*",)
     allow_no_keys: bool = False
+    idempotency_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 600.0
     workers: Workers = 1
     poll_s: Positive = 0.5
     timeouts: TimeoutsSection = TimeoutsSection()  # type: ignore[valid-type]

@@ -132,6 +132,7 @@ class Reply:
         if self.ended:
             return
         self.ended = True
+        self._exchange.failed = True
         exchange, downstream = self._exchange, self._exchange.downstream
         if not self.opened:
             self._answer(refusal.status, render_body(refusal, exchange.dialect), refusal, "application/json")
@@ -149,7 +150,7 @@ class Reply:
         if self.ended or self.opened:
             self.fail(refusal)
             return
-        self.ended = True
+        self.ended = self._exchange.failed = True
         self._answer(refusal.status, body, refusal, content_type)
 
     def check(self, now_s: float) -> None:

@@ -78,6 +78,12 @@ def schema_key(pool: str) -> str:
     return f"hr:{{{encoded(pool)}}}:schema"
 
 
+def answer_key(pool: str, digest: str) -> str:
+    """What is remembered of one request with an Idempotency-Key (`gateway.idempotency.answers`): a string with a lifetime.
+    Not in the table: no script of the queue touches it, and there are as many as requests."""
+    return f"hr:{{{encoded(pool)}}}:answer:{digest}"
+
+
 def keys(pool: str) -> tuple[str, ...]:
     """All keys of a pool, in the order of `TABLE`, and its schema's."""
     return (*(prefix(pool) + key.name for key in TABLE), schema_key(pool))

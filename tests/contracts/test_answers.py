@@ -1,0 +1,90 @@
+"""One suite over both memories of answered requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from gateway.idempotency.answers import LEASE_S, Answers, AnswersUnavailable, MemoryAnswers, RedisAnswers
+from gateway.queue.keys import answer_key
+from gateway.queue.redis_queue import connect
+from tests.redis_servers import Server
+
+_POOLS = itertools.count()
+
+
+@pytest_asyncio.fixture(params=["memory", "valkey"])
+async def answers(request: pytest.FixtureRequest) -> AsyncIterator[Answers]:
+    made: Answers
+    if request.param == "memory":
+        made = MemoryAnswers()
+    else:
+        valkey: Server = request.getfixturevalue("valkey")
+        made = RedisAnswers(connect(valkey.url), f"answers-{next(_POOLS)}")
+    yield made
+    await made.close()
+
+
+async def test_the_first_one_begins_and_the_next_sees_its_record(answers: Answers) -> None:
+    assert await answers.begin("a", b"one") is None
+    assert await answers.begin("a", b"two") == b"one"
+    assert await answers.begin("b", b"two") is None
+
+
+async def test_a_repeated_begin_whose_reply_was_lost_is_still_the_first(answers: Answers) -> None:
+    await answers.begin("a", b"one")
+
+    assert await answers.begin("a", b"one") is None
+
+
+async def test_only_who_knows_the_record_replaces_it(answers: Answers) -> None:
+    await answers.begin("a", b"one")
+
+    assert not await answers.replace("a", b"other", b"answer", 60)
+    assert await answers.replace("a", b"one", b"answer\n\x00\xff", 60)
+    assert await answers.begin("a", b"two") == b"answer\n\x00\xff"
+
+
+async def test_a_record_that_is_taken_away_leaves_room_for_another(answers: Answers) -> None:
+    await answers.begin("a", b"one")
+
+    assert await answers.replace("a", b"one", b"", 60)
+    assert not await answers.replace("a", b"one", b"late", 60)
+    assert await answers.begin("a", b"two") is None
+
+
+async def test_in_memory_a_record_ends_with_its_lifetime() -> None:
+    now_s = 0.0
+    answers = MemoryAnswers(lambda: now_s)
+    await answers.begin("a", b"one")
+
+    now_s = LEASE_S - 0.1
+    assert await answers.begin("a", b"two") == b"one"
+    now_s = LEASE_S
+    assert await answers.begin("a", b"two") is None
+
+
+async def test_in_the_store_every_record_has_a_lifetime_and_shares_the_pools_slot(valkey: Server) -> None:
+    client = connect(valkey.url)
+    answers = RedisAnswers(connect(valkey.url), "mine")
+    await answers.begin("a", b"one")
+    leased_ms = await client.pttl(answer_key("mine", "a"))
+    await answers.replace("a", b"one", b"two", 3.0)
+    kept_ms = await client.pttl(answer_key("mine", "a"))
+    await client.aclose()
+    await answers.close()
+
+    assert 0 < leased_ms <= LEASE_S * 1000
+    assert 0 < kept_ms <= 3000
+    assert answer_key("mine", "a").startswith("hr:{mine}:")
+
+
+async def test_a_store_that_is_not_there_is_told() -> None:
+    answers = RedisAnswers(connect("redis://127.0.0.1:1"), "mine")
+
+    with pytest.raises(AnswersUnavailable):
+        await answers.begin("a", b"one")
+    await answers.close()
