@@ -28,6 +28,7 @@ from backends.gpu.base import GpuSource
 from backends.gpu.dcgm import DcgmSource
 from backends.gpu.nvml import NvmlSource, NvmlThread
 from backends.gpu.plain import gpu_to_plain
+from backends.simulated.profiles import load_profile
 from gateway.addresses import parse_listen
 from gateway.admin.listener import bound, listen_admin, url_of
 from gateway.clock import PoolClock
@@ -55,9 +56,11 @@ from gateway.instruments import (
     LEADER,
     LEADER_EPOCH,
     LOOP_LAG,
+    PROFILE_DRIFT,
     REDIS_UP,
 )
 from gateway.logs import Log
+from gateway.profiling.live import drift
 from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
 from gateway.queue.redis_queue import OnCall, RedisQueue, connect
@@ -161,6 +164,11 @@ class Gateway:
 
         recorder = self._open_recorder(stack, session_id := f"{self._rng.getrandbits(64):016x}")
 
+        self._profiles = {
+            engine.name: load_profile(engine.profile).step_model
+            for engine in settings.engines
+            if engine.profile is not None
+        }
         self.ledger = Ledger()
         self.roster = Roster(Engine(engine, self.ledger[engine.name], settings.poll_s) for engine in settings.engines)
         self.sizing = FollowingSizing(self.store.current)
@@ -409,6 +417,7 @@ class Gateway:
                 telemetry.engine_counts(view)
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
             telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self.gpu_watch.idle_power_w(engine))
+            telemetry.set(PROFILE_DRIFT, self._drift(engine.name), engine.name)
         policy = self.store.current
         self._refresh_queue(telemetry, policy)
         telemetry.policy(
@@ -423,6 +432,11 @@ class Gateway:
         telemetry.set(LEADER, int(self.presence.leads), POOL)
         telemetry.set(LEADER_EPOCH, self.presence.epoch or None, POOL)
         telemetry.set(CLOCK_ERROR, self._clock.error_s)
+
+    def _drift(self, engine: str) -> float | None:
+        """How far what was learned of an engine is from its stored profile; None: no profile, or little was learned."""
+        stored, learned = self._profiles.get(engine), self.sizing.learned_step(engine)
+        return None if stored is None or learned is None else drift(stored, learned)
 
     def _refresh_queue(self, telemetry: Telemetry, policy: Policy) -> None:
         """What waits, and by what: the guards are asked of each engine for a typical work of each class."""
@@ -466,6 +480,7 @@ class Gateway:
 
     def _engine_status(self, engine: Engine, now_s: float) -> dict[str, object]:
         view = _running_only(engine, engine.view(now_s))
+        learned = self.sizing.learned_step(engine.name)
         return {
             "name": engine.name,
             "kind": engine.kind,
@@ -482,6 +497,9 @@ class Gateway:
             "kv_used_fraction": view.kv_used_fraction.value,
             "running": view.running.value,
             "waiting": view.waiting.value,
+            "kv_capacity_tokens": view.kv_capacity_tokens.value,
+            "seats": view.seats.value,
+            "learned_step": None if learned is None else dataclasses.asdict(learned),
             "gpu": gpu_to_plain(engine.gpu_shown(now_s), now_s),
         }
 

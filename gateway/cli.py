@@ -21,7 +21,19 @@ from gateway.errors import StartError
 from gateway.settings_file import SettingsError
 from policies.yaml_source import DocumentError
 
-COMMANDS = ("serve", "demo", "policy", "simulate", "replay", "load", "bench", "dashboards", "gpu-exporter", "key")
+COMMANDS = (
+    "serve",
+    "demo",
+    "policy",
+    "simulate",
+    "replay",
+    "load",
+    "profile",
+    "bench",
+    "dashboards",
+    "gpu-exporter",
+    "key",
+)
 USAGE = 2
 INTERRUPTED = 130
 

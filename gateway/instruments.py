@@ -263,6 +263,13 @@ ENGINE_PROMPT_TOKENS = _engines.counter(
 ENGINE_GENERATED_TOKENS = _engines.counter(
     "headrace_engine_generated_tokens_total", "tokens", "Tokens made by the engine's own count, others' too.", "engine"
 )
+PROFILE_DRIFT = _engines.gauge(
+    "headrace_engine_profile_drift_ratio",
+    "ratio",
+    "How far the speed learned in service is from the engine's stored profile (largest relative difference of usual"
+    " work); above 0.2 the profile should be renewed. Absent without a profile, or while too little was learned.",
+    "engine",
+)
 SIGNAL_AGE = _engines.gauge(
     "headrace_engine_signal_age_seconds", "seconds", "Age of one signal; absent: never seen.", "engine", "signal"
 )

@@ -30,7 +30,13 @@ class GpuSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One engine. kind is "auto" (probe it) or an adapter's name; pool names the pool that decides for it."""
+    """One engine. kind is "auto" (probe it) or an adapter's name; pool names the pool that decides for it.
+
+    profile          a shipped profile's name, or a path ending in .json, that what is learned in service is compared with
+    gpus             how many it has, where no telemetry tells; for its price
+    gpu_hour_price   of one of them, in any currency; None: not known, and no cost is told
+    spot             it is rented as spot capacity: its cost is told apart
+    """
 
     name: str
     url: str
@@ -38,6 +44,10 @@ class EngineSettings:
     api_key: str | None = field(default=None, repr=False)
     pool: str = "default"
     gpu: GpuSettings = GpuSettings()
+    profile: str | None = None
+    gpus: int | None = None
+    gpu_hour_price: float | None = None
+    spot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,7 @@ class Settings:
     cors_origins       origins allowed by CORS; () sends no CORS headers, ("*",) allows all without credentials
     allow_no_keys      serve beyond loopback without API keys
     idempotency_s      how long the answer to a request with an Idempotency-Key is kept; 0: the header is not read
+    kwh_price          of energy, in the currency of gpu_hour_price; None: not told apart
     workers            processes that serve, under a supervisor when more than one; 0: one for each core
     """
 
@@ -123,6 +134,7 @@ class Settings:
     cors_origins: tuple[str, ...] = ("*",)
     allow_no_keys: bool = False
     idempotency_s: float = 600.0
+    kwh_price: float | None = None
     workers: int = 1
     poll_s: float = 0.5
     timeouts: Timeouts = Timeouts()

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, create_model
 
 from backends.gpu.devices import check_device
+from backends.simulated.profiles import load_profile
 from gateway.addresses import (
     ENGINE_KINDS,
     AddressError,
@@ -109,7 +110,7 @@ def read_file(path: Path, environ: Mapping[str, str]) -> Settings:
         if values.get(name) is not None:
             values[name] = path.parent / values[name]
     if "engines" in values:
-        values["engines"] = tuple(_engine(entry, environ) for entry in document.engines)
+        values["engines"] = tuple(_engine(entry, environ, path.parent) for entry in document.engines)
     if values.get("redis_url") is not None:
         values["redis_url"] = cast("SecretStr", values["redis_url"]).get_secret_value()
     for name, section in (("timeouts", Timeouts), ("limits", Limits)):
@@ -133,6 +134,12 @@ def check(settings: Settings) -> Settings:
     for name in names:
         if names.count(name) > 1:
             raise SettingsError(f"engine name {name!r}: given {names.count(name)} times; give each --engine its NAME=")
+    for engine in settings.engines:
+        if engine.profile is not None:
+            try:
+                load_profile(engine.profile)
+            except ValueError as error:
+                raise SettingsError(f"engine {engine.name}: {error}") from None
     for setting, address, keyed in (
         ("listen", listen, settings.keys_file is not None),
         ("admin_listen", admin_listen, False),
@@ -205,13 +212,21 @@ def _workers(text: str) -> int:
     return int(text)
 
 
-def _engine(entry: EngineEntry, environ: Mapping[str, str]) -> EngineSettings:
+def _engine(entry: EngineEntry, environ: Mapping[str, str], folder: Path) -> EngineSettings:
     api_key = entry.api_key.get_secret_value() if entry.api_key is not None else None
     if entry.api_key_env is not None:
         api_key = environ[entry.api_key_env]
     engine = engine_at(entry.url, name=entry.name, kind=entry.kind, api_key=api_key, pool=entry.pool)
     devices = None if entry.gpu.devices is None else tuple(map(str, entry.gpu.devices))
-    return dataclasses.replace(engine, gpu=GpuSettings(entry.gpu.source, devices, entry.gpu.url))
+    profile = entry.profile
+    return dataclasses.replace(
+        engine,
+        gpu=GpuSettings(entry.gpu.source, devices, entry.gpu.url),
+        profile=str(folder / profile) if profile is not None and profile.endswith(".json") else profile,
+        gpus=entry.gpus,
+        gpu_hour_price=entry.gpu_hour_price,
+        spot=entry.spot,
+    )
 
 
 def _findings(document: SettingsDocument, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -263,6 +278,9 @@ class GpuEntry(BaseModel):
     url: Annotated[str, AfterValidator(_exporter_url)] | None = None
 
 
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class EngineEntry(BaseModel):
     """One item of `engines`."""
 
@@ -275,6 +293,10 @@ class EngineEntry(BaseModel):
     api_key_env: str | None = None
     pool: str = "default"
     gpu: GpuEntry = GpuEntry()
+    profile: Annotated[str, Field(min_length=1)] | None = None
+    gpus: Annotated[int, Field(ge=1, le=1024)] | None = None
+    gpu_hour_price: Price | None = None
+    spot: bool = False
 
 
 TimeoutsSection = _section("TimeoutsSection", Timeouts)
@@ -311,6 +333,7 @@ class SettingsDocument(BaseModel):
     cors_origins: tuple[str, ...] = ("*",)
     allow_no_keys: bool = False
     idempotency_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 600.0
+    kwh_price: Price | None = None
     workers: Workers = 1
     poll_s: Positive = 0.5
     timeouts: TimeoutsSection = TimeoutsSection()  # type: ignore[valid-type]

@@ -94,6 +94,18 @@ class Window:
     steps_to_overflow: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LearnedStep:
+    """What was learned of how long an engine's steps take, in seconds. error: typical, relative; seen: observations."""
+
+    base_s: float
+    per_sequence_s: float
+    per_context_token_s: float
+    per_prompt_token_s: float
+    error: float
+    seen: int
+
+
 class SizingPolicy(Protocol):
     """See the module header. All times are pool-clock seconds."""
 
@@ -107,6 +119,10 @@ class SizingPolicy(Protocol):
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         """Learn from what happened. Events of one engine arrive in order."""
+        ...
+
+    def learned_step(self, engine: str) -> LearnedStep | None:
+        """How fast the engine of that name was found to be; None where nothing was seen, or this policy does not look."""
         ...
 
     def snapshot(self) -> Mapping[str, object]:

@@ -20,7 +20,7 @@ from backends.simulated.continuous import SchedulingPolicy
 from gateway.bench.cells import BULK, INTERACTIVE
 from policies.limits import LIMITS
 from policies.schema import Policy
-from policies.sizing import SizingEvent, SizingPolicy, Window
+from policies.sizing import LearnedStep, SizingEvent, SizingPolicy, Window
 from policies.vocabulary import EngineView, Guard, GuardReading, Reading, Verdict, Work
 
 CLIENTS_IN_FLIGHT = 512
@@ -79,6 +79,9 @@ class Unlearning:
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         """Nothing to learn."""
+
+    def learned_step(self, engine: str) -> LearnedStep | None:  # noqa: ARG002, the contract's
+        return None
 
     def snapshot(self) -> Mapping[str, object]:
         return {}

@@ -82,6 +82,7 @@ class Exchange:
     prompt_tokens likewise; as asked for where the server did not tell
     failure       "" for a whole answer; detail is for people
     retry_after_s what a refusal asked for
+    marks         when so many tokens were there, where that was asked for
     """
 
     __slots__ = (
@@ -95,9 +96,11 @@ class Exchange:
         "detail",
         "due_s",
         "end_s",
+        "ended",
         "failure",
         "first_s",
         "last_s",
+        "marks",
         "number",
         "prompt_tokens",
         "request",
@@ -116,6 +119,7 @@ class Exchange:
         number: int,
         watch: Watch,
         on_end: Callable[[Exchange], None] | None,
+        marked: bool,
     ) -> None:
         self.request = request
         self.due_s = due_s
@@ -128,6 +132,8 @@ class Exchange:
         self.status = 0
         self.failure = self.detail = ""
         self.retry_after_s: float | None = None
+        self.ended = False
+        self.marks: list[tuple[float, int]] | None = [] if marked else None
         self._client = client
         self._watch = watch
         self._on_end = on_end
@@ -211,6 +217,8 @@ class Exchange:
             self._watch.tokens(tokens, now_s - self.last_s)
         self.last_s = now_s
         self.tokens += tokens
+        if self.marks is not None:
+            self.marks.append((now_s, self.tokens))
 
     def _read_whole(self) -> None:
         facts = read_reply(bytes(self._kept), self._client.target.path)
@@ -230,6 +238,7 @@ class Exchange:
     def _end(self, failure: str, detail: str) -> None:
         self.end_s = self._client.clock()
         self.failure, self.detail = failure, detail
+        self.ended = True
         self._call = None
         self._client.over(self)
         self._watch.ended(self)
@@ -287,8 +296,19 @@ class Client:
         """Requests sent so far."""
         return self._sent
 
-    def send(self, request: Request, due_s: float, on_end: Callable[[Exchange], None] | None = None) -> Exchange:
-        """Send a request that was due at due_s (the client's clock). `on_end` is called once, never before this returns."""
+    def send(
+        self,
+        request: Request,
+        due_s: float,
+        on_end: Callable[[Exchange], None] | None = None,
+        *,
+        marked: bool = False,
+    ) -> Exchange:
+        """Send a request that was due at due_s (the client's clock).
+
+        on_end   called once, never before this returns
+        marked   keep when each of its tokens came
+        """
         self._sent += 1
         number = self._sent
         if request.prefix_ids:
@@ -298,7 +318,7 @@ class Client:
         body = self._body % (text.encode(), request.output_tokens)
         class_name = request.class_name
         watch = self._watches[class_name]
-        exchange = Exchange(self, request, due_s, number=number, watch=watch, on_end=on_end)
+        exchange = Exchange(self, request, due_s, number=number, watch=watch, on_end=on_end, marked=marked)
         self._under_way[exchange] = None
         self.idle.clear()
         wanted = EngineRequest(b"POST", self._path, self._headers_of(class_name), body)

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
+from policies.estimators.least_squares import nonnegative
+
 PRIOR = (0.012, 3e-5, 8e-8, 6e-5)
 """Seconds: per step, per sequence, per context token, per prompt token. Between a small and a large GPU with an 8B model."""
 RIDGE = 0.05
@@ -104,17 +106,8 @@ class StepModel:
 
     def _solved(self) -> list[float]:
         """Coefficients over their priors: least squares with the ridge, those that would be negative held at 0."""
-        free = list(range(4))
-        while True:
-            matrix = [[self._moments[i][j] + (RIDGE if i == j else 0.0) for j in free] for i in free]
-            found = _solve(matrix, [self._products[i] + RIDGE for i in free])
-            least = min(range(len(free)), key=lambda at: found[at])
-            if found[least] >= 0 or len(free) == 1:
-                break
-            del free[least]
-        factors = [0.0] * 4
-        for at, factor in zip(free, found, strict=True):
-            factors[at] = max(0.0, factor)
+        matrix = [[self._moments[i][j] + (RIDGE if i == j else 0.0) for j in range(4)] for i in range(4)]
+        factors = nonnegative(matrix, [one + RIDGE for one in self._products])
         factors[0] = max(LEAST_BASE, factors[0])
         return factors
 
@@ -153,22 +146,6 @@ def ttft_row(pending_tokens: float, sequences: float, context_tokens: float) -> 
 def ttft_steps(pending_tokens: float) -> float:
     """Half a step under way, then one for each chunk of prompts."""
     return 0.5 + math.ceil(max(1.0, pending_tokens) / CHUNK_TOKENS)
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gauss, without pivots: the ridge makes the matrix positive definite."""
-    size = len(right)
-    for at in range(size):
-        for below in range(at + 1, size):
-            factor = matrix[below][at] / matrix[at][at]
-            for column in range(at, size):
-                matrix[below][column] -= factor * matrix[at][column]
-            right[below] -= factor * right[at]
-    found = [0.0] * size
-    for at in reversed(range(size)):
-        known = sum(matrix[at][column] * found[column] for column in range(at + 1, size))
-        found[at] = (right[at] - known) / matrix[at][at]
-    return found
 
 
 def _plausible(value: object) -> bool:

@@ -14,7 +14,7 @@ from policies.limits.gradient import Gradient
 from policies.limits.rules import Rules
 from policies.limits.token_ledger import TokenLedger
 from policies.schema import Policy
-from policies.sizing import SizingEvent, SizingPolicy, Window
+from policies.sizing import LearnedStep, SizingEvent, SizingPolicy, Window
 from policies.vocabulary import EngineView, Verdict, Work
 
 LIMITS: Mapping[str, Callable[[Policy], SizingPolicy]] = {
@@ -56,6 +56,9 @@ class FollowingSizing:
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         self._inner.on_event(event, now_s)
+
+    def learned_step(self, engine: str) -> LearnedStep | None:
+        return self._inner.learned_step(engine)
 
     def snapshot(self) -> Mapping[str, object]:
         """The learned state under the policy's name, so that a leader with another policy leaves it alone."""

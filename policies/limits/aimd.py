@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from policies.limits.shared import SharedLimit
 from policies.schema import Policy
-from policies.sizing import FirstToken, Sampled, SizingEvent, Window
+from policies.sizing import FirstToken, LearnedStep, Sampled, SizingEvent, Window
 from policies.vocabulary import EngineView, Verdict, Work
 
 
@@ -51,6 +51,10 @@ class Aimd:
                     self._limit.move(engine, limit * self._fields.backoff)
             elif 2 * self._in_flight.get(engine, 0) >= limit:
                 self._limit.move(engine, limit + 1)
+
+    def learned_step(self, engine: str) -> LearnedStep | None:  # noqa: ARG002, the contract's
+        """This policy does not look."""
+        return None
 
     def snapshot(self) -> Mapping[str, object]:
         return self._limit.snapshot()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from policies.schema import Policy
-from policies.sizing import SizingEvent, Window
+from policies.sizing import LearnedStep, SizingEvent, Window
 from policies.vocabulary import EngineView, Guard, GuardReading, Quality, Verdict, Work
 
 KEPT = 4096
@@ -49,6 +49,10 @@ class FixedLimits:
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         """Nothing to learn."""
+
+    def learned_step(self, engine: str) -> LearnedStep | None:  # noqa: ARG002, the contract's
+        """This policy does not look."""
+        return None
 
     def snapshot(self) -> Mapping[str, object]:
         """Nothing was learned."""

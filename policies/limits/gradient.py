@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from policies.limits.shared import SharedLimit
 from policies.schema import Policy
-from policies.sizing import FirstToken, Sampled, SizingEvent, Window
+from policies.sizing import FirstToken, LearnedStep, Sampled, SizingEvent, Window
 from policies.vocabulary import EngineView, Verdict, Work
 
 WARM_UP_SAMPLES = 10
@@ -68,6 +68,10 @@ class Gradient:
         before = self._long_s.get(engine, short_s)
         after = self._long_s[engine] = before + (short_s - before) * weight
         return after
+
+    def learned_step(self, engine: str) -> LearnedStep | None:  # noqa: ARG002, the contract's
+        """This policy does not look."""
+        return None
 
     def snapshot(self) -> Mapping[str, object]:
         return {**self._limit.snapshot(), "long_s": dict(self._long_s)}

@@ -30,7 +30,7 @@ from typing import TypeVar
 
 from policies.limits.shared import SharedLimit
 from policies.schema import Policy, RulesSizing
-from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingEvent, Window
+from policies.sizing import Finished, FirstToken, Granted, LearnedStep, Progressed, Sampled, SizingEvent, Window
 from policies.vocabulary import EngineView, Reading, Result, Verdict, Work
 
 TTFT_KEPT_S = 10.0
@@ -172,6 +172,10 @@ class Rules:
             self._limit.move(engine, limit + max(1.0, limit * self._fields.grow_by))
         elif vote is Vote.SHRINK:
             self._limit.move(engine, limit * self._fields.shrink_to)
+
+    def learned_step(self, engine: str) -> LearnedStep | None:  # noqa: ARG002, the contract's
+        """This policy does not look."""
+        return None
 
     def snapshot(self) -> Mapping[str, object]:
         return self._limit.snapshot()

@@ -194,7 +194,7 @@ class Learner:
     def __init__(self, policy: Policy) -> None:
         self.inner = LIMITS["fixed"](policy)
         self.seen = 0
-        self.admit, self.window = self.inner.admit, self.inner.window
+        self.admit, self.window, self.learned_step = self.inner.admit, self.inner.window, self.inner.learned_step
 
     def on_event(self, event: FirstToken | Finished | Sampled, now_s: float) -> None:
         self.seen += 1

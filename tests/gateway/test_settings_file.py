@@ -278,3 +278,27 @@ def test_the_file_knows_every_setting_with_its_default() -> None:
 def test_an_engines_kinds_are_the_same_in_file_and_flag() -> None:
     for kind in ENGINE_KINDS:
         assert EngineEntry(url="http://h", kind=kind).kind == kind  # type: ignore[arg-type]
+
+
+def test_an_engine_may_have_a_profile_and_prices(file: Path) -> None:
+    file.write_text(
+        "kwh_price: 0.3\n"
+        "engines:\n"
+        "  - {url: http://a:1, profile: h100_llama31_8b_tp1, gpu_hour_price: 2.5, gpus: 4, spot: true}\n"
+        "  - {url: http://b:1, profile: mine/profile.json}\n"
+    )
+
+    settings = read_file(file, {})
+
+    first, second = settings.engines
+    assert settings.kwh_price == 0.3
+    assert (first.profile, first.gpu_hour_price, first.gpus, first.spot) == ("h100_llama31_8b_tp1", 2.5, 4, True)
+    assert second.profile == str(file.parent / "mine/profile.json")
+    with pytest.raises(SettingsError, match=r"engine b:1: profile '.*profile\.json': not found"):
+        check(settings)
+
+
+def test_a_price_is_a_number_that_is_not_negative(file: Path) -> None:
+    told = problems_of(file, "kwh_price: -1\nengines: [{url: http://a:1, gpus: 0, gpu_hour_price: .inf}]\n")
+
+    assert all(f"{name}" in told for name in ("kwh_price", "engines[0].gpus", "engines[0].gpu_hour_price"))

@@ -17,7 +17,7 @@ from policies.limits import build
 from policies.ordering import TenantCounters
 from policies.placement import eligible
 from policies.schema import PRESSING_FRACTION, Policy
-from policies.sizing import SizingEvent, Window
+from policies.sizing import LearnedStep, SizingEvent, Window
 from policies.vocabulary import Action, EngineState, EngineView, Guard, GuardReading, Verdict, Work
 from tests.policies.worlds import NOW_S, draws, engine, engines, fresh, policy, work, works
 
@@ -299,6 +299,9 @@ class Tokens:
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         pass
+
+    def learned_step(self, engine: str) -> LearnedStep | None:
+        return None
 
     def snapshot(self) -> Mapping[str, object]:
         return {}

@@ -138,6 +138,14 @@ BOARD = Board(
                     unit="s",
                     width=12,
                 ),
+                Panel(
+                    "Drift from the profile",
+                    "How far the speed learned in service is from the stored profile; above 20 % measure again.",
+                    (Query(gauge(of.PROFILE_DRIFT, "engine", _ENGINE), "{{engine}}"),),
+                    unit="percentunit",
+                    steps=((0.0, "green"), (0.2, "red")),
+                    width=12,
+                ),
             ),
         ),
         (

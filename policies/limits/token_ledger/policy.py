@@ -27,7 +27,7 @@ from policies.limits.token_ledger.black_box import BlackBox
 from policies.limits.token_ledger.guards import Asked, Scene
 from policies.limits.token_ledger.window import Growth
 from policies.schema import Policy
-from policies.sizing import Finished, FirstToken, Granted, Sampled, SizingEvent, Window
+from policies.sizing import Finished, FirstToken, Granted, LearnedStep, Sampled, SizingEvent, Window
 from policies.vocabulary import EngineView, Guard, GuardReading, Quality, Result, Verdict, Work
 
 REBUILD_S = 5.0
@@ -120,6 +120,14 @@ class TokenLedger:
             self._finished(event)
         else:
             self._of(event.engine).account.progressed(event.running, now_s)
+
+    def learned_step(self, engine: str) -> LearnedStep | None:
+        mine = self._engines.get(engine)
+        if mine is None or not mine.account.step.observations:
+            return None
+        step = mine.account.step
+        base_s, sequence_s, context_s, prompt_s = step.theta
+        return LearnedStep(base_s, sequence_s, context_s, prompt_s, step.error, step.observations)
 
     def snapshot(self) -> Mapping[str, object]:
         return {
