@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from policies.preemption import PEACE_S, REQUEUES_MAX, Recall, Victim, plan_recalls
-from policies.sizing import SizingEvent, Window
+from policies.sizing import LearnedStep, SizingEvent, Window
 from policies.vocabulary import Action, EngineView, Guard, GuardReading, Verdict, Work
 from tests.policies.worlds import NOW_S, engine, policy, work
 
@@ -33,6 +33,9 @@ class Refusing:
         return Window()
 
     def on_event(self, event: SizingEvent, now_s: float) -> None: ...
+
+    def learned_step(self, engine: str) -> LearnedStep | None:
+        return None
 
     def snapshot(self) -> Mapping[str, object]:
         return {}
