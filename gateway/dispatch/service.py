@@ -20,26 +20,23 @@ from dataclasses import dataclass, replace
 from backends.base import Backend, EngineRequest, Headers, Priority
 from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
-from gateway.control.pulse import Blame
 from gateway.control.roster import Roster
 from gateway.dispatch import refusals
 from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
 from gateway.dispatch.capacity import Capacity
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.faults import Fault, blame
+from gateway.dispatch.faults import Fault
 from gateway.dispatch.flow import Flow
 from gateway.dispatch.owner import NO_BOUND, Owner, QueueFull, TooLate
 from gateway.dispatch.relay import AttemptEnd, Relay
 from gateway.dispatch.reply import Outlet, Reply
-from gateway.dispatch.retries import RetryBudget
 from gateway.dispatch.watchdog import Watchdog
 from gateway.errors import Refusal
 from gateway.exchange import Exchange
 from gateway.ingress.body_edits import edited
-from gateway.instruments import ITL, REQUEST_PARTS, RETRIES_WITHHELD
+from gateway.instruments import ITL, REQUEST_PARTS
 from gateway.logs import Log
-from gateway.observe.tracing import Trace, Tracer, read_traceparent
 from gateway.queue.base import QueueUnavailable
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
@@ -64,7 +61,6 @@ class _Course:
     """What became of one work so far; its `Outcome` is made from it at the end.
 
     accepted   it is part of a request that was admitted: no bound on waiting works refuses it any more
-    trace      the marks that it leaves; None: it is not traced
     """
 
     work: Work
@@ -80,7 +76,6 @@ class _Course:
     relay: Relay | None = None
     degraded: bool = False
     preempted: int = 0
-    trace: Trace | None = None
 
 
 class Service:
@@ -103,7 +98,6 @@ class Service:
         work_ids: str,
         on_outcome: Callable[[Outcome], None] | None = None,
         record: Callable[[Work, Outcome, bytes], None] | None = None,
-        tracer: Tracer | None = None,
     ) -> None:
         """work_ids: prefix of this process's work ids, unique among the pool's processes.
 
@@ -123,11 +117,9 @@ class Service:
         self._log = log
         self._on_outcome = on_outcome
         self._record = record
-        self._tracer = tracer
         self._ids = (f"{work_ids}-{number:x}" for number in itertools.count(1))
         self._affinity = Affinity()
         self._flow = Flow()
-        self._retries = RetryBudget(clock.now_s())
         # A client may use one request id for several requests, and engines make their own ids from it: the second one
         # in flight, or the second attempt, needs another.
         self._request_ids: Counter[str] = Counter()
@@ -153,8 +145,6 @@ class Service:
     async def _serve_work(self, exchange: Exchange, reply: Outlet, course: _Course, policy: Policy) -> None:
         """Carry one work to its outcome."""
         self._request_ids[exchange.request_id] += 1
-        if self._tracer is not None:
-            course.trace = self._tracer.begin(exchange.rule_headers.get("traceparent"))
         try:
             await self._carry(exchange, reply, course, policy)
         except Refusal as refusal:
@@ -318,8 +308,6 @@ class Service:
             if course.granted_s is None:
                 course.granted_s = self._clock.now_s()
             self._flow.left(work.class_name, self._clock.now_s())
-            if course.trace is not None:
-                course.trace.granted(grant.engine, queued_s=exchange.accepted_s, now_s=self._clock.now_s())
             end = await self._attempt(exchange, reply, course, grant)
             fault = end.fault
             if fault is None:
@@ -336,7 +324,6 @@ class Service:
                 or not fault.elsewhere
                 or course.attempts - course.preempted >= MAX_ATTEMPTS
                 or not self._somebody_serves(again)
-                or not self._may_retry(grant.engine, fault)
             ):
                 course.result, course.reason = fault.result, fault.refusal.reason
                 if not end.committed:
@@ -348,13 +335,6 @@ class Service:
             course.work = again
             if not fault.requeue:
                 self._telemetry.retry(grant.engine, fault.refusal.reason)
-
-    def _may_retry(self, engine: str, fault: Fault) -> bool:
-        """Whether the budget has one more second attempt. One that cost no engine anything, or was our doing, needs none."""
-        if fault.requeue or fault.refusal.reason == "connect_refused" or self._retries.take(self._clock.now_s()):
-            return True
-        self._telemetry.add(RETRIES_WITHHELD, 1, engine)
-        return False
 
     async def _wait(self, exchange: Exchange, course: _Course, policy: Policy) -> Grant | None:
         """Wait in the queue for a grant, as long as the class, the client and the kind of answer allow.
@@ -445,8 +425,6 @@ class Service:
         backend = engine.backend
         assert backend is not None, "only engines with a backend are ever UP"
         course.attempts += 1
-        if course.attempts == 1:
-            self._retries.attempted()
         self._telemetry.attempt(grant.engine, work.class_name)
         strip_usage = _asks_usage(exchange, backend)
         relay = Relay(
@@ -458,33 +436,23 @@ class Service:
             strip_usage=strip_usage,
             on_first_token=lambda ttft_s: self._dispatcher.first_token(work, grant, ttft_s),
             on_gap=self._telemetry.keep(ITL, grant.engine, work.class_name).observe,
-            gone=lambda: engine.gone,
         )
         course.relay = relay
         self._dispatcher.attach(grant, relay)
         _set_header(exchange, "x-headrace-engine", grant.engine)
         self._watchdog.add(relay)
-        engine.pulse.began(relay)
         try:
-            request = self._request(exchange, work, backend, strip_usage=strip_usage)
-            if course.trace is not None:
-                request = replace(request, headers=course.trace.sent(request.headers, self._clock.now_s()))
-            relay.attach(backend.call(request, relay))
+            relay.attach(backend.call(self._request(exchange, work, backend, strip_usage=strip_usage), relay))
             end = await relay.done
-            engine.pulse.ended(relay, blame(end.fault))
         finally:
-            engine.pulse.ended(relay, Blame.NEITHER)
             self._watchdog.discard(relay)
             relay.close()
-        if course.trace is not None:
-            failed = "" if end.fault is None else end.fault.refusal.reason
-            course.trace.ended(self._clock.now_s(), engine_ttft_s=end.engine_ttft_s, failed=failed)
         course.engine_ttft_s = end.engine_ttft_s
         course.output_tokens, course.prompt_tokens = end.output_tokens, end.prompt_tokens
         if end.fault is None:
             engine.served(self._clock.now_s())
         elif end.fault.refusal.reason == "connect_refused":
-            engine.refused(end.fault.refusal.message, self._clock.now_s())
+            engine.refused(end.fault.refusal.message)
         if end.response_id:
             self._affinity.keep(end.response_id, grant.engine)
         return end
@@ -574,15 +542,7 @@ class Service:
             self._owner.finished(work, course.grant, outcome)
         else:
             self._owner.ended(work)
-        self._telemetry.observe_outcome(
-            outcome,
-            sla_met=_sla_met(outcome, work, policy),
-            sequences=work.sequences,
-            trace_id=_trace_id(exchange, course),
-            at_s=self._clock.pool_s(),
-        )
-        if course.trace is not None and self._tracer is not None:
-            self._tracer.settled(course.trace, outcome, request_id=exchange.request_id, path=exchange.path, now_s=now_s)
+        self._telemetry.observe_outcome(outcome, sla_met=_sla_met(outcome, work, policy), sequences=work.sequences)
         if self._on_outcome is not None:
             self._on_outcome(outcome)
         if self._record is not None:
@@ -598,14 +558,6 @@ class Service:
                 attempts=outcome.attempts,
                 repeat_key=f"{outcome.result} {outcome.reason} {outcome.engine}",
             )
-
-
-def _trace_id(exchange: Exchange, course: _Course) -> str:
-    """The trace that an operator can find the work in: ours, or the client's where only the client traces."""
-    if course.trace is not None:
-        return course.trace.trace_id
-    parent = read_traceparent(exchange.rule_headers.get("traceparent"))
-    return parent.trace_id if parent is not None and parent.sampled else ""
 
 
 _QUIET = frozenset({Result.COMPLETED, Result.CANCELLED, Result.CLIENT_ERROR})

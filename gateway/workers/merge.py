@@ -24,8 +24,7 @@ from gateway.series import Labels, Merge
 from gateway.telemetry import Telemetry
 
 Told = dict[str, list[list[Any]]]
-"""By name of the row, JSON-ready: [labels, amount] of a counter or gauge, [labels, counts, total] of a histogram, and
-[trace id, value, time] of those that a trace tells of, where there are any."""
+"""By name of the row: [labels, amount] of a counter or gauge, [labels, counts, total] of a histogram; JSON-ready."""
 
 GaugeValues = Mapping[str, Mapping[Labels, float]]
 """By name of the row."""
@@ -58,9 +57,7 @@ class Teller:
                 if spread.counts != counts:
                     self._spread[name, labels] = (spread.counts.copy(), spread.total)
                     grown = spread.counts if counts is None else list(map(sub, spread.counts, counts))
-                    marks, spread.marks = spread.marks, None
-                    newer = [list(marks.values())] if marks else []
-                    told.setdefault(name, []).append([labels, grown, spread.total - total, *newer])
+                    told.setdefault(name, []).append([labels, grown, spread.total - total])
         return told
 
     def gauges(self) -> Told:

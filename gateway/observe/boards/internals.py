@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 from gateway import instruments as of
-from gateway.observe.panels import (
-    RANGE,
-    Board,
-    Draw,
-    Panel,
-    Query,
-    gauge,
-    none_is_zero,
-    per_second,
-    quantile,
-    quantiles,
-)
+from gateway.observe.panels import RANGE, Board, Draw, Panel, Query, gauge, per_second, quantile, quantiles
 
 _REASON = "{{process}} {{reason}}"
 
@@ -61,7 +50,7 @@ BOARD = Board(
                     "Each second.",
                     (
                         Query(f"sum(rate({of.REDIS_LATENCY.name}_count[{RANGE}]))", "calls"),
-                        Query(none_is_zero(per_second(of.REDIS_ERRORS, "")), "errors"),
+                        Query(f"{per_second(of.REDIS_ERRORS, '')} or vector(0)", "errors"),
                     ),
                     unit="ops",
                 ),
@@ -81,7 +70,7 @@ BOARD = Board(
                 Panel(
                     "Events that no leader heard",
                     "What other processes had to tell of their attempts and could not; the learned state lacks it.",
-                    (Query(none_is_zero(per_second(of.EVENTS_DROPPED, ""))),),
+                    (Query(f"{per_second(of.EVENTS_DROPPED, '')} or vector(0)"),),
                     unit="ops",
                 ),
                 Panel(
