@@ -33,6 +33,7 @@ from gateway.addresses import parse_listen
 from gateway.admin.listener import bound, listen_admin, url_of
 from gateway.clock import PoolClock
 from gateway.control.catalogue import Catalogue
+from gateway.control.energy import EnergyBook, tell_costs
 from gateway.control.gpu_watch import GpuWatch, gpu_source_kind
 from gateway.control.policy_store import PolicyStore
 from gateway.control.poller import Poller
@@ -52,7 +53,6 @@ from gateway.instruments import (
     CLOCK_ERROR,
     CONNECTIONS,
     EVENTS_DROPPED,
-    GPU_ENERGY,
     LEADER,
     LEADER_EPOCH,
     LOOP_LAG,
@@ -216,8 +216,9 @@ class Gateway:
             poll_s=settings.poll_s,
             rng=self._rng,
             active=lambda: self.presence.leads,
-            on_heard=self._heard,
+            on_heard=self._polled,
         )
+        self.energy = EnergyBook(self.telemetry, clock=self._clock.now_s, kwh_price=settings.kwh_price)
         self.nvml = NvmlThread(self._clock.now_s)
         stack.callback(self.nvml.close)
         self.gpu_watch = GpuWatch(
@@ -229,7 +230,7 @@ class Gateway:
             clock=self._clock,
             rng=self._rng,
             active=lambda: self.presence.leads,
-            on_energy=self._used_energy,
+            on_energy=lambda name, busy_j, idle_j: self.energy.used(self.roster[name], busy_j, idle_j),
             log=self._log,
         )
         stack.push_async_callback(self.gpu_watch.close)
@@ -253,6 +254,9 @@ class Gateway:
             log=self._log,
         )
         self.telemetry.on_refresh(self._refresh)
+        self.telemetry.on_refresh(self.energy.tell)
+        if self._role is Role.SOLO:  # of several processes the one that merges their pages knows what was served
+            self.telemetry.on_refresh(tell_costs)
 
         stack.push_async_callback(self._close_backends)
         await self.presence.beat()
@@ -340,6 +344,10 @@ class Gateway:
         self.sizing.adopt(new)
         self.dispatcher.wake()
 
+    def _polled(self, engine: Engine) -> None:
+        self.energy.heard(engine)
+        self._heard(engine)
+
     def _heard(self, _engine: Engine) -> None:
         """A poll ended: the models known to metrics, and work for an engine that came up."""
         self.telemetry.models_known(frozenset().union(*(one.models for one in self.roster)))
@@ -380,10 +388,6 @@ class Gateway:
             pool = EnginePool(EngineAddress(f"{engine.name} gpu", gpu.url, connect_s=self.settings.timeouts.connect_s))
             return DcgmSource(pool, gpu.devices, where=gpu.url, monotonic=self._clock.now_s)
         return None
-
-    def _used_energy(self, engine: str, busy_j: float, idle_j: float) -> None:
-        self.telemetry.add(GPU_ENERGY, busy_j, engine, "busy")
-        self.telemetry.add(GPU_ENERGY, idle_j, engine, "idle")
 
     async def _close_backends(self) -> None:
         for engine in self.roster:

@@ -335,6 +335,60 @@ GPU_IDLE_POWER = _energy.gauge(
     "headrace_gpu_idle_power_watts", "watts", "Mean power of the engine's GPUs while it had no work.", "engine"
 )
 
+ENERGY_BATCH_J = _energy.counter(
+    "headrace_energy_batch_joules_total",
+    "joules",
+    "Energy of the engine's GPUs while it had work, by the sequences that it ran (the power of two at or above).",
+    "engine",
+    "batch",
+)
+ENERGY_BATCH_TOKENS = _energy.counter(
+    "headrace_energy_batch_tokens_total", "tokens", "Tokens that the engine made meanwhile.", "engine", "batch"
+)
+ENERGY_PER_TOKEN = _energy.gauge(
+    "headrace_energy_token_joules",
+    "joules",
+    "Energy of one prompt token (prefill) and of one generated token (decode) beyond what time costs; absent: not seen"
+    " well enough.",
+    "engine",
+    "phase",
+)
+SERVED_TOKENS = _energy.counter(
+    "headrace_served_tokens_total",
+    "tokens",
+    "Tokens of completed works by the engine that served them; kind is prompt or output.",
+    "engine",
+    "class",
+    "tenant",
+    "kind",
+)
+WASTED_TOKENS = _energy.counter(
+    "headrace_wasted_tokens_total",
+    "tokens",
+    "Tokens computed for nobody: of works that did not complete (aborted), and again after the engine evicted a sequence"
+    " (recomputed, estimated).",
+    "engine",
+    "reason",
+)
+COST = _energy.counter(
+    "headrace_cost_total",
+    "",
+    "Money spent on an engine that answered, in the currency of the prices: GPU hours (gpu) and energy, capacity is"
+    " spot or on_demand. Absent without prices.",
+    "engine",
+    "capacity",
+    "part",
+)
+COST_PER_MILLION = _energy.gauge(
+    "headrace_cost_per_million_tokens",
+    "",
+    "Cost of a million prompt and output tokens since the start, idle time included; absent without prices.",
+    "engine",
+    "class",
+    "tenant",
+    "capacity",
+)
+
 _pool = Section("Pool and Redis")
 LEADER = _pool.gauge("headrace_leader", "", "1 while this process decides for the pool.", "pool", merge=Merge.MAX)
 LEADER_EPOCH = _pool.gauge(

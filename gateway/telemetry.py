@@ -81,6 +81,7 @@ from gateway.instruments import (
     REQUEST_BATCH,
     REQUESTS,
     RETRIES,
+    SERVED_TOKENS,
     SHEDS,
     SIGNAL_AGE,
     SIGNAL_QUALITY,
@@ -92,10 +93,11 @@ from gateway.instruments import (
     TPOT,
     TTFT,
     VRAM_HEADROOM,
+    WASTED_TOKENS,
     WINDOW,
     WINDOW_TOKENS,
 )
-from gateway.series import OTHER, Counter, Gauge, Histogram, Instrument, Kind, Registry, Spread, Tally
+from gateway.series import OTHER, Counter, Gauge, Histogram, Instrument, Kind, Labels, Registry, Spread, Tally
 from policies.sizing import Window
 from policies.vocabulary import UNKNOWN, Decision, EngineState, EngineView, Outcome, Quality, Reading, Result, Verdict
 
@@ -143,6 +145,11 @@ class Telemetry:
         kept.prompt_tokens.value += outcome.prompt_tokens
         kept.output_tokens.value += outcome.output_tokens
         kept.engine_results.value += 1
+        if outcome.result is Result.COMPLETED:
+            kept.served_prompt.value += outcome.prompt_tokens
+            kept.served_output.value += outcome.output_tokens
+        elif outcome.ttft_s is not None or outcome.output_tokens:
+            kept.wasted.value += outcome.prompt_tokens + outcome.output_tokens
         kept.engine_tokens.value += outcome.output_tokens
         kept.duration.observe(outcome.total_s)
         kept.request_batch.observe(sequences)
@@ -321,6 +328,14 @@ class Telemetry:
         """A histogram's series to be held by a caller that observes often."""
         return self._histograms[row].child(*labels)
 
+    def clear(self, row: Instrument) -> None:
+        """Take all series of a gauge away."""
+        self._gauges[row].clear()
+
+    def series(self, row: Instrument) -> Mapping[Labels, float]:
+        """All series of a counter."""
+        return {labels: tally.value for labels, tally in self._counters[row].children.items()}
+
     # All rows, for merging the numbers of several processes (gateway.workers.merge).
 
     def counters(self) -> Iterable[Counter]:
@@ -356,7 +371,10 @@ class Telemetry:
         of_model = (outcome.class_name, model)
         of_tenant = (outcome.class_name, model, outcome.tenant)
         of_engine = (outcome.engine, outcome.class_name)
+        of_user = (outcome.engine, outcome.class_name, outcome.tenant)
         at_engine = bool(outcome.engine)
+        served = at_engine and outcome.result is Result.COMPLETED
+        wasted = at_engine and not served
         kept = _Settled(
             model=model,
             requests=self._counters[REQUESTS].child(*of_tenant, outcome.result, str(outcome.status)),
@@ -365,6 +383,9 @@ class Telemetry:
             goodput=self._counters[GOODPUT].child(*of_tenant),
             engine_results=self._counters[ENGINE_RESULTS].child(*of_engine, outcome.result) if at_engine else Tally(),
             engine_tokens=self._counters[ENGINE_OUTPUT_TOKENS].child(*of_engine) if at_engine else Tally(),
+            served_prompt=self._counters[SERVED_TOKENS].child(*of_user, "prompt") if served else Tally(),
+            served_output=self._counters[SERVED_TOKENS].child(*of_user, "output") if served else Tally(),
+            wasted=self._counters[WASTED_TOKENS].child(outcome.engine, "aborted") if wasted else Tally(),
             request_batch=self._histograms[REQUEST_BATCH].child(*of_class),
             duration=self._histograms[DURATION].child(*of_model),
             queue_wait=self._histograms[QUEUE_WAIT].child(*of_class),
@@ -394,6 +415,9 @@ class _Settled:
     goodput: Tally
     engine_results: Tally
     engine_tokens: Tally
+    served_prompt: Tally
+    served_output: Tally
+    wasted: Tally
     request_batch: Spread
     duration: Spread
     queue_wait: Spread

@@ -35,6 +35,7 @@ from importlib.metadata import version
 from gateway.addresses import AddressError, parse_listen
 from gateway.admin.listener import cannot_listen, listen_admin, url_of
 from gateway.app import Role, open_queue
+from gateway.control.energy import tell_costs
 from gateway.control.presence import BEAT_S, LEADER_VALID_S
 from gateway.ingress.server import BACKLOG
 from gateway.instruments import BUILD_INFO, LEADER, WORKER_RESTARTS, WORKER_UP
@@ -259,6 +260,7 @@ class Supervisor:
         merge_gauges(
             telemetry, [Measured(_gauges(child), decides=child.name == DECIDER) for child in self._crew.children]
         )
+        tell_costs(telemetry)
         telemetry.set(BUILD_INFO, 1, self._version)
         for place in self._crew.places[1:]:
             telemetry.set(WORKER_UP, int(_answers(place.child)), place.name)

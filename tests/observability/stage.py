@@ -112,9 +112,9 @@ async def stage(folder: Path) -> AsyncIterator[Stage]:
         gateway = await stack.enter_async_context(
             GatewayProcess(
                 folder / "gateway",
-                f"engines:\n  - {{name: e1, url: '{engine.url}', profile: h100_llama31_8b_tp1, gpu: {{source: dcgm, url: '{cards.url}'}}}}\n"
+                f"engines:\n  - {{name: e1, url: '{engine.url}', profile: h100_llama31_8b_tp1, gpu_hour_price: 2.5, gpu: {{source: dcgm, url: '{cards.url}'}}}}\n"
                 f"  - {{name: e2, url: '{broken.url}'}}\n"
-                f"poll_s: 0.2\nworkers: 2\npolicy_file: {policy}\ntimeouts: {{drain_s: 5}}\n",
+                f"kwh_price: 0.3\npoll_s: 0.2\nworkers: 2\npolicy_file: {policy}\ntimeouts: {{drain_s: 5}}\n",
             )
         )
         await gateway.until_ready()

@@ -62,6 +62,64 @@ BOARD = Board(
                     unit="kwatth",
                     width=12,
                 ),
+                Panel(
+                    "Joules per token by batch",
+                    "Energy while so many sequences ran, over the tokens made meanwhile: where the best batch lies.",
+                    (
+                        Query(
+                            f"{per_second(of.ENERGY_BATCH_J, 'engine, batch', _ENGINE)} /"
+                            f" {per_second(of.ENERGY_BATCH_TOKENS, 'engine, batch', _ENGINE)}",
+                            "{{engine}} {{batch}}",
+                        ),
+                    ),
+                    unit="joule",
+                    width=12,
+                ),
+                Panel(
+                    "Joules of a prompt token and of a generated one",
+                    "Beyond what time costs, by regression on the engine's counters; nothing while it cannot be told.",
+                    (Query(gauge(of.ENERGY_PER_TOKEN, "engine, phase", _ENGINE), "{{engine}} {{phase}}"),),
+                    unit="joule",
+                    width=12,
+                ),
+            ),
+        ),
+        (
+            "Cost and waste",
+            (
+                Panel(
+                    "Spent in an hour",
+                    "At the present rate, in the currency of the prices that are set.",
+                    (
+                        Query(
+                            f"3600 * {per_second(of.COST, 'engine, capacity, part', _ENGINE)}",
+                            "{{engine}} {{capacity}} {{part}}",
+                        ),
+                    ),
+                    draw=Draw.STACK,
+                ),
+                Panel(
+                    "Cost of a million tokens",
+                    "Prompt and output together, since the start, idle time included; a generated token counts six.",
+                    (
+                        Query(
+                            gauge(of.COST_PER_MILLION, "engine, class, tenant, capacity", _ENGINE),
+                            "{{engine}} {{class}} {{tenant}} {{capacity}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Wasted part of tokens",
+                    "Of works that did not complete, and computed again after an eviction, over those served.",
+                    (
+                        Query(
+                            f"{per_second(of.WASTED_TOKENS, 'engine, reason', _ENGINE)} / on (engine) group_left ()"
+                            f" {per_second(of.SERVED_TOKENS, 'engine', _ENGINE)}",
+                            "{{engine}} {{reason}}",
+                        ),
+                    ),
+                    unit="percentunit",
+                ),
             ),
         ),
     ),
