@@ -72,12 +72,19 @@ class UnknownClass(ValueError):
 
 
 def classify(
-    facts: RequestFacts, *, headers: Mapping[str, str], caller: Caller, policy: Policy, accepted_s: float
+    facts: RequestFacts,
+    *,
+    headers: Mapping[str, str],
+    caller: Caller,
+    policy: Policy,
+    accepted_s: float,
+    alone_s: float | None = None,
 ) -> Classified:
     """Give a request its class.
 
     headers      lower-case names, credentials removed
     accepted_s   pool time at which the gateway took responsibility; deadline and rank count from it
+    alone_s      what the prompt takes to its first token on an idle engine; None: not known
     Raises UnknownClass.
     """
     class_name, reason = _by_rule(facts, headers, caller, policy) or _by_shape(facts, policy.classify.shape)
@@ -85,12 +92,20 @@ def classify(
         capped = _capped(class_name, cap or "", policy)
         if capped != class_name:
             class_name, reason = capped, f"{reason}; capped by {source}"
-    return placed(class_name, reason, policy, prompt_tokens=facts.prompt_tokens, accepted_s=accepted_s)
+    return placed(class_name, reason, policy, prompt_tokens=facts.prompt_tokens, accepted_s=accepted_s, alone_s=alone_s)
 
 
-def placed(class_name: str, reason: str, policy: Policy, *, prompt_tokens: int, accepted_s: float) -> Classified:
+def placed(
+    class_name: str,
+    reason: str,
+    policy: Policy,
+    *,
+    prompt_tokens: int,
+    accepted_s: float,
+    alone_s: float | None = None,
+) -> Classified:
     """What follows from a class for a work of that size."""
-    objective_s = policy.class_policy(class_name).ttft_objective_s(prompt_tokens)
+    objective_s = policy.class_policy(class_name).ttft_objective_s(prompt_tokens, alone_s)
     deadline_s = None if objective_s is None else accepted_s + objective_s
     return Classified(class_name, reason, deadline_s, accepted_s if deadline_s is None else deadline_s)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,9 @@ from ruamel.yaml import YAML
 
 from policies.schema import Classify, Degrade, EngineWindows, FixedSizing, Policy, PolicyDocument, Rule, Shape
 from policies.yaml_source import Finding, load, shown
+
+USUAL_PROMPT_TOKENS = 1000
+"""Of a prompt by which classes with a `ttft_slowdown` are set beside the others."""
 
 
 def parse(text: str, file: str, *, engines: Collection[str] | None = None) -> Policy:
@@ -78,8 +82,14 @@ def render(policy: Policy) -> str:
 
 def _precedence(document: PolicyDocument) -> tuple[str, ...]:
     """Most urgent first; sorted() is stable, so equals keep the document's order."""
-    last = float("inf")
-    return tuple(sorted(document.classes, key=lambda name: document.classes[name].ttft_sla_s or last))
+
+    def urgency(name: str) -> float:
+        one = document.classes[name]
+        if one.ttft_slowdown is None:
+            return math.inf if one.ttft_sla_s is None else one.ttft_sla_s
+        return one.ttft_objective_s(USUAL_PROMPT_TOKENS) or math.inf
+
+    return tuple(sorted(document.classes, key=urgency))
 
 
 def _shape_classes(document: PolicyDocument, precedence: tuple[str, ...]) -> tuple[str, str]:
@@ -130,12 +140,19 @@ def _reference(document: PolicyDocument, path: tuple[str | int, ...], name: str)
 
 def _class_findings(document: PolicyDocument) -> Iterator[Finding]:
     for name, one in document.classes.items():
+        if one.ttft_slowdown is not None and one.ttft_sla_s is not None:
+            path = ("classes", name, "ttft_slowdown")
+            yield path, shown(path, one.ttft_slowdown), "stands in place of ttft_sla_s; leave one of them out"
         if one.ttft_sla_s is None and one.ttft_sla_per_1k_tokens_s:
             path = ("classes", name, "ttft_sla_per_1k_tokens_s")
             yield path, shown(path, one.ttft_sla_per_1k_tokens_s), "needs ttft_sla_s beside it, which it is added to"
         if one.on_infeasible != "late" and not one.has_ttft_objective:
             path = ("classes", name, "on_infeasible")
-            yield path, shown(path, one.on_infeasible), "needs ttft_sla_s: nothing is late without an objective"
+            yield (
+                path,
+                shown(path, one.on_infeasible),
+                "needs ttft_sla_s or ttft_slowdown: nothing is late without an objective",
+            )
         if one.on_infeasible == "degrade" and one.degrade == Degrade():
             yield ("classes", name, "degrade"), "empty", "must say model or max_tokens, since on_infeasible is degrade"
     shares = sum(one.min_share for one in document.classes.values() if not one.has_ttft_objective)

@@ -43,6 +43,15 @@ PATIENT_BATCH = 64
 """Inputs of one work of a class without: enough to fill an engine, few enough to end before the next decision matters."""
 
 
+USUAL_BASE_S = 0.02
+USUAL_PROMPT_TOKENS_PER_S = 15_000.0
+
+
+def usual_alone_s(prompt_tokens: int) -> float:
+    """What a prompt takes to its first token on an idle engine of which nothing is known: an 8B model on one A100."""
+    return USUAL_BASE_S + prompt_tokens / USUAL_PROMPT_TOKENS_PER_S
+
+
 @dataclass(frozen=True, slots=True)
 class Degrade:
     """What a work that cannot be in time is turned into. Left out: that stays as it is.
@@ -63,6 +72,7 @@ class ClassPolicy:
 
     ttft_sla_s                time from accepted to first token that a client is promised; None: no objective
     ttft_sla_per_1k_tokens_s  added to it per 1,000 prompt tokens, since a long prompt cannot be fast
+    ttft_slowdown             instead of both: times what the prompt is predicted to take on an idle engine
     tpot_sla_s                mean gap between tokens that its answers may have; None: no objective
     max_request_batch         prompts, texts or documents that one work may carry; a request with more is split.
                               None: 8 with an objective, 64 without
@@ -80,6 +90,7 @@ class ClassPolicy:
 
     ttft_sla_s: Seconds | None = None
     ttft_sla_per_1k_tokens_s: SecondsFromZero = 0.0
+    ttft_slowdown: Ratio | None = None
     tpot_sla_s: Seconds | None = None
     max_request_batch: Count | None = None
     on_infeasible: Literal["late", "shed", "degrade"] = "late"
@@ -93,15 +104,20 @@ class ClassPolicy:
     @property
     def has_ttft_objective(self) -> bool:
         """True for a class whose works are ordered by deadline."""
-        return self.ttft_sla_s is not None
+        return self.ttft_sla_s is not None or self.ttft_slowdown is not None
 
     @property
     def inputs_max(self) -> int:
         """`max_request_batch`, or what it comes to."""
         return self.max_request_batch or (URGENT_BATCH if self.has_ttft_objective else PATIENT_BATCH)
 
-    def ttft_objective_s(self, prompt_tokens: int) -> float | None:
-        """Seconds from accepted to the first token's deadline for a prompt of this size; None without objective."""
+    def ttft_objective_s(self, prompt_tokens: int, alone_s: float | None = None) -> float | None:
+        """Seconds from accepted to the first token's deadline for a prompt of this size; None without objective.
+
+        alone_s   what the prompt takes on an idle engine, for `ttft_slowdown`; None: not known, what is usual
+        """
+        if self.ttft_slowdown is not None:
+            return self.ttft_slowdown * (usual_alone_s(prompt_tokens) if alone_s is None else alone_s)
         if self.ttft_sla_s is None:
             return None
         return self.ttft_sla_s + self.ttft_sla_per_1k_tokens_s * prompt_tokens / 1000
@@ -356,7 +372,7 @@ class Policy:
 
     version      content hash of the document's text, 12 hex digits
     classes      by name, in the order of the document
-    precedence   class names, most urgent first: by ttft_sla_s, then those without objective in the document's order
+    precedence   class names, most urgent first: by their objective, then those without one in the document's order
     """
 
     version: str
@@ -374,6 +390,16 @@ class Policy:
         """The tenant's fields, defaults when the document does not name it."""
         return self.tenants.get(name, _ANY_TENANT)
 
+    def objective_s(self, work: Work) -> float | None:
+        """Seconds from acceptance that the work's first token may take; None without an objective.
+
+        What depends on engines was predicted when the work was accepted, and is its deadline.
+        """
+        one = self.class_policy(work.class_name)
+        if one.ttft_slowdown is not None and work.deadline_s is not None:
+            return work.deadline_s - work.accepted_s
+        return one.ttft_objective_s(work.prompt_tokens)
+
     def due_s(self, work: Work) -> float:
         """Pool time at which a work is due: its first token's deadline, or when it reaches max_age_s; inf for never."""
         one = self.class_policy(work.class_name)
@@ -384,7 +410,7 @@ class Policy:
     def overdue(self, work: Work, now_s: float) -> bool:
         """True for a work without TTFT objective that is about to reach its class's max_age_s, or has."""
         one = self.classes.get(work.class_name, _UNNAMED_CLASS)
-        if one.max_age_s is None or one.ttft_sla_s is not None:
+        if one.max_age_s is None or one.has_ttft_objective:
             return False
         return now_s - work.accepted_s >= PRESSING_FRACTION * one.max_age_s
 

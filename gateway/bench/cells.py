@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.simulated.profiles import EngineOptions, Profile, load_profile
+from gateway.replay.alone import alone
 from gateway.replay.host import EngineSpec
 from gateway.replay.trace import Request, read_lengths, read_trace, segment
 from gateway.replay.world import Backlog
@@ -77,20 +78,14 @@ class Cell:
         return float(self.raw["classes"][INTERACTIVE].get("tpot_sla_s", math.inf))
 
     @property
-    def ttft_sla_s(self) -> float:
-        of_class = self.raw["classes"][INTERACTIVE]
-        if "ttft_sla_s" in of_class:
-            return float(of_class["ttft_sla_s"])
-        prompt_tokens = int(self.raw["interactive"]["synthetic"]["prompt_tokens"])
-        return float(of_class["ttft_slowdown"]) * self.profiles[0].step_model.step_s(0, 0, [(prompt_tokens, 0)])
-
-    @property
-    def ttft_sla_per_1k_tokens_s(self) -> float:
-        return float(self.raw.get("ttft_sla_per_1k_tokens_s", 0.0))
-
-    def objective_s(self, request: Request) -> float:
+    def objective_s(self) -> Callable[[Request], float]:
         """Seconds that an interactive request's first token may take."""
-        return self.ttft_sla_s + self.ttft_sla_per_1k_tokens_s * request.prompt_tokens / 1000
+        of_class = self.raw["classes"][INTERACTIVE]
+        if "ttft_slowdown" in of_class:
+            slowdown, alone_s = float(of_class["ttft_slowdown"]), alone(self.profiles)
+            return lambda request: slowdown * alone_s(request.prompt_tokens)
+        sla_s, per_1k_tokens_s = float(of_class["ttft_sla_s"]), float(self.raw.get("ttft_sla_per_1k_tokens_s", 0.0))
+        return lambda request: sla_s + per_1k_tokens_s * request.prompt_tokens / 1000
 
     def engines_of_pool(self, options: EngineOptions | None = None) -> tuple[EngineSpec, ...]:
         """The pool. Names are e0, e1, ... in the file's order."""
@@ -130,6 +125,14 @@ class Cell:
         tenants = tuple(f"bulk-{number}" for number in range(int(self.raw.get("bulk_tenants", 1))))
         return Workload(tuple(requests), Backlog(lengths, BULK, tenants), duration_s)
 
+    @property
+    def _objective(self) -> str:
+        of_class = self.raw["classes"][INTERACTIVE]
+        if "ttft_slowdown" in of_class:
+            return f"ttft_slowdown: {float(of_class['ttft_slowdown'])!r}"
+        per_1k_tokens_s = float(self.raw.get("ttft_sla_per_1k_tokens_s", 0.0))
+        return f"ttft_sla_s: {float(of_class['ttft_sla_s'])!r}\n    ttft_sla_per_1k_tokens_s: {per_1k_tokens_s!r}"
+
     def policy_text(self, sizing: str) -> str:
         """The policy document that every contender runs under: the cell's objectives, and bulk whenever there is room.
 
@@ -140,8 +143,7 @@ class Cell:
 version: 1
 classes:
   {INTERACTIVE}:
-    ttft_sla_s: {self.ttft_sla_s!r}
-    ttft_sla_per_1k_tokens_s: {self.ttft_sla_per_1k_tokens_s!r}
+    {self._objective}
     max_queue: 1000000
     max_wait_s: 100000
   {BULK}: {{max_age_s: null, min_share: 0, max_queue: 1000000, max_wait_s: 100000}}

@@ -24,6 +24,7 @@ from gateway.bench.fingerprint import fingerprint
 from gateway.bench.foresight import foresee
 from gateway.bench.perturbations import PERTURBATIONS, Perturbed
 from gateway.logs import Logs
+from gateway.replay.alone import alone
 from gateway.replay.figures import Figures, figures
 from gateway.replay.rows import Row, write_rows
 from gateway.replay.world import Plan, Played, replay
@@ -120,7 +121,7 @@ def play(cell: Cell, name: str, seed: int, perturb: str = "") -> tuple[Played, F
     finally:
         logs.close()
     played.rows.extend(lost)
-    return played, figures(played, plan.policy, duration_s=duration_s)
+    return played, figures(played, plan.policy, duration_s=duration_s, alone=alone(cell.profiles))
 
 
 def plan_of(cell: Cell, name: str, seed: int, perturb: str = "") -> tuple[Plan, list[Row], float]:

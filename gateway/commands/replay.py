@@ -22,6 +22,7 @@ from rich.table import Table
 from backends.simulated.profiles import EngineOptions, load_profile, profile_names
 from gateway.control.policy_store import read_policy
 from gateway.logs import Logs
+from gateway.replay.alone import alone
 from gateway.replay.figures import Figures, figures
 from gateway.replay.host import EngineSpec
 from gateway.replay.picture import picture
@@ -85,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         played = replay(plan, logs.log)
     real_s = time.perf_counter() - begun_s
     logs.close()
-    found = figures(played, plan.policy, duration_s=duration_s)
+    profiles = [engine.profile for engine in plan.engines]
+    found = figures(played, plan.policy, duration_s=duration_s, alone=alone(profiles))
     if args.rows is not None:
         write_rows(args.rows, played.rows)
     if args.picture is not None:

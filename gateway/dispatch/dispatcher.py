@@ -34,6 +34,7 @@ from gateway.dispatch.ledger import Ledger, Progress
 from gateway.dispatch.steward import Hearing, Steward
 from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport
 from policies.dispatching import Placement, place_one, plan_round
+from policies.estimators.alone import Alone
 from policies.estimators.pace import Pace
 from policies.ordering import TenantCounters, urgent
 from policies.ordering.feasibility import Outlook
@@ -77,6 +78,7 @@ class Dispatcher:
     """See the module header. One per pool and process; decides only while `presence.leads`."""
 
     __slots__ = (
+        "_alone",
         "_clock",
         "_credit",
         "_deciding",
@@ -143,6 +145,7 @@ class Dispatcher:
         self._meter = meter or Unmetered()
         self.tenants = TenantCounters()
         self._pace = Pace()
+        self._alone = Alone()
         self._shedding = Shedding()
         self._depths: Mapping[tuple[str, str], int] = {}
         self._looked_at: Sequence[Work] = ()
@@ -233,6 +236,10 @@ class Dispatcher:
     def left(self, work: Work) -> None:
         """A work stopped waiting: granted, cancelled or refused."""
         self._waiting_here[work.class_name] -= 1
+
+    def alone_s(self, model: str, prompt_tokens: int) -> float | None:
+        """What a prompt of this size takes to its first token on an idle engine; None: nobody has seen one yet."""
+        return self._alone.seconds(model, prompt_tokens)
 
     def attach(self, grant: Grant, progress: Progress) -> None:
         """An attempt runs; its live token counter feeds the ledger."""
@@ -456,6 +463,7 @@ class Dispatcher:
             case Granted():
                 self._pace.granted(event.engine, work.id, event.attempt, work.prompt_tokens, at_s)
             case FirstToken():
+                self._alone.first_token(work.model, work.prompt_tokens, event.engine_ttft_s)
                 self._pace.first_token(work.id, event.attempt, at_s)
             case Finished():
                 self._pace.ended(work.id, event.attempt)

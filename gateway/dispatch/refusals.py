@@ -23,10 +23,12 @@ def of(shed: Shed) -> Refusal:
 def infeasible(work: Work, one: ClassPolicy, retry_s: int, predicted_ttft_s: float | None) -> Refusal:
     """It cannot be in time. predicted_ttft_s counts from acceptance; None: nobody here can tell."""
     objective_s = one.ttft_objective_s(work.prompt_tokens) or 0.0
+    if one.ttft_slowdown is not None and work.deadline_s is not None:
+        objective_s = work.deadline_s - work.accepted_s
     told = "" if predicted_ttft_s is None else f" (predicted: {predicted_ttft_s:.1f} s)"
     return Refusal(
         429,
-        f"class {work.class_name} promises a first token within {objective_s:g} s, and this request cannot have it in time"
+        f"class {work.class_name} promises a first token within {objective_s:.3g} s, and this request cannot have it in time"
         f"{told}; retry in {retry_s} s",
         "rate_limit_error",
         "infeasible",

@@ -207,6 +207,7 @@ class Service:
             policy,
             prompt_tokens=part.facts.prompt_tokens,
             accepted_s=self._accepted_pool_s(part),
+            alone_s=self._alone_s(part),
         )
         return replace(found, rank=found.rank + number * RANK_STEP_S)
 
@@ -222,11 +223,17 @@ class Service:
                 caller=caller,
                 policy=policy,
                 accepted_s=self._accepted_pool_s(exchange),
+                alone_s=self._alone_s(exchange),
             )
         except UnknownClass as error:
             raise Refusal(400, str(error), reason="unknown_class", param=error.header) from None
         exchange.response_headers.append(("x-headrace-class", found.class_name))
         return found
+
+    def _alone_s(self, exchange: Exchange) -> float | None:
+        """What its prompt would take to a first token on an idle engine; None: not known yet."""
+        facts = exchange.facts
+        return self._dispatcher.alone_s(self._aliases.get(facts.model, facts.model), facts.prompt_tokens)
 
     def _accepted_pool_s(self, exchange: Exchange) -> float:
         return self._clock.pool_s() - (self._clock.now_s() - exchange.accepted_s)
@@ -565,7 +572,7 @@ _QUIET = frozenset({Result.COMPLETED, Result.CANCELLED, Result.CLIENT_ERROR})
 
 def _sla_met(outcome: Outcome, work: Work, policy: Policy) -> bool | None:
     """Whether a work met its class's TTFT objective; None where there is none to meet."""
-    objective_s = policy.class_policy(work.class_name).ttft_objective_s(work.prompt_tokens)
+    objective_s = policy.objective_s(work)
     if objective_s is None or outcome.result in {Result.CANCELLED, Result.CLIENT_ERROR}:
         return None
     return outcome.result is Result.COMPLETED and outcome.ttft_s is not None and outcome.ttft_s <= objective_s

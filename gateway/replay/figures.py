@@ -8,12 +8,14 @@ requests of classes with a TTFT objective.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from gateway.replay.rows import COMPLETED, Row
 from gateway.replay.world import Played
 from policies.schema import Policy
+
+Alone = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,14 @@ class Figures:
         return asdict(self)
 
 
-def figures(played: Played, policy: Policy, *, duration_s: float) -> Figures:
-    """The figures of one run of duration_s."""
+def figures(played: Played, policy: Policy, *, duration_s: float, alone: Alone | None = None) -> Figures:
+    """The figures of one run of duration_s.
+
+    alone   prompt tokens -> seconds to the first token on an idle engine, the measure of `ttft_slowdown`
+    """
     urgent = [row for row in played.rows if policy.class_policy(row.class_name).has_ttft_objective]
     patient = [row for row in played.rows if not policy.class_policy(row.class_name).has_ttft_objective]
-    met = sum(met_objective(row, policy) for row in urgent)
+    met = sum(met_objective(row, policy, alone) for row in urgent)
     ttft_s = sorted(row.ttft_s for row in urgent or patient if row.ttft_s is not None)
     tpot_s = sorted(one for row in urgent or patient if (one := tpot(row)) is not None)
     tokens = sum(row.served_tokens for row in played.rows)
@@ -76,9 +81,11 @@ def figures(played: Played, policy: Policy, *, duration_s: float) -> Figures:
     )
 
 
-def met_objective(row: Row, policy: Policy) -> bool:
+def met_objective(row: Row, policy: Policy, alone: Alone | None = None) -> bool:
     """Completed, with its first token inside its class's objective."""
-    objective_s = policy.class_policy(row.class_name).ttft_objective_s(row.prompt_tokens)
+    objective_s = policy.class_policy(row.class_name).ttft_objective_s(
+        row.prompt_tokens, None if alone is None else alone(row.prompt_tokens)
+    )
     in_time = objective_s is not None and row.ttft_s is not None and row.ttft_s <= objective_s
     return row.outcome == COMPLETED and in_time
 

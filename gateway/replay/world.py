@@ -300,11 +300,12 @@ class World:
     def _work(self, request: Request, number: int, replica: Replica) -> Work:
         accepted_s, policy = replica.clock.pool_s(), self.plan.policy
         class_name = request.class_name
+        alone_s = replica.dispatcher.alone_s(MODEL, request.prompt_tokens)
         if not class_name:
             facts = Facts(model=MODEL, stream=True, prompt_tokens=request.prompt_tokens)
             caller = Caller(tenant=request.tenant, path=PATH)
             class_name = classify(facts, headers={}, caller=caller, policy=policy, accepted_s=accepted_s).class_name
-        objective_s = policy.class_policy(class_name).ttft_objective_s(request.prompt_tokens)
+        objective_s = policy.class_policy(class_name).ttft_objective_s(request.prompt_tokens, alone_s)
         deadline_s = None if objective_s is None else accepted_s + objective_s
         return Work(
             id=f"w{number:x}",

@@ -79,7 +79,7 @@ class Shedding:
             if one.on_infeasible == "late" or work.attempt:
                 continue
             alone_s, first_s = outlook.alone_s(work), outlook.first_token_in_s(work)
-            objective_s = one.ttft_objective_s(work.prompt_tokens)
+            objective_s = policy.objective_s(work)
             if alone_s is None or first_s is None or objective_s is None or work.deadline_s is None:
                 continue
             allowed_s = (1 - SPARE) * objective_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import event, given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from policies import presets
 from policies.document import effective, parse, render
 from policies.schema import EngineWindows, Policy
+from policies.vocabulary import Work
 from policies.yaml_source import DocumentError
 
 TWO = "version: 1\nclasses:\n  chat: {ttft_sla_s: 0.5}\n  night: {}\n"
@@ -70,6 +72,45 @@ def test_the_objective_grows_with_the_prompt() -> None:
     policy = parse("version: 1\nclasses: {chat: {ttft_sla_s: 0.5, ttft_sla_per_1k_tokens_s: 0.2}}\n", "p.yaml")
 
     assert policy.classes["chat"].ttft_objective_s(3000) == pytest.approx(1.1)
+
+
+def test_a_slowdown_is_times_what_the_prompt_takes_alone() -> None:
+    one = parse("version: 1\nclasses: {chat: {ttft_slowdown: 1.5}, night: {}}\n", "p.yaml").classes["chat"]
+
+    assert one.has_ttft_objective
+    assert one.ttft_objective_s(3000, alone_s=0.2) == pytest.approx(0.3)
+    assert one.ttft_objective_s(3000) == pytest.approx(1.5 * (0.02 + 3000 / 15_000))
+
+
+def test_what_was_promised_by_a_slowdown_stays_when_engines_are_known_better() -> None:
+    policy = parse("version: 1\nclasses: {chat: {ttft_slowdown: 1.5}, night: {}}\n", "p.yaml")
+    work = Work("w", "chat", "t", "m", "/v1/completions", 10.0, 10.3, prompt_tokens=3000, deadline_s=10.3)
+
+    assert policy.objective_s(work) == pytest.approx(0.3)
+    assert policy.objective_s(replace(work, class_name="night")) is None
+
+
+def test_classes_with_a_slowdown_come_where_a_usual_prompt_puts_them() -> None:
+    text = "version: 1\nclasses: {night: {}, slow: {ttft_sla_s: 5}, chat: {ttft_slowdown: 1.5}, fast: {ttft_sla_s: 0.05}}\n"
+
+    assert parse(text, "p.yaml").precedence == ("fast", "chat", "slow", "night")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ("ttft_sla_s: 1, ttft_slowdown: 1.5", "classes.chat.ttft_slowdown is 1.5; stands in place of ttft_sla_s"),
+        ("ttft_slowdown: 1", "classes.chat.ttft_slowdown is 1; must be > 1"),
+        (
+            "ttft_slowdown: 1.5, ttft_sla_per_1k_tokens_s: 0.1",
+            "ttft_sla_per_1k_tokens_s is 0.1; needs ttft_sla_s beside it",
+        ),
+    ],
+)
+def test_a_slowdown_stands_alone_and_is_more_than_one(fields: str, told: str) -> None:
+    (problem,) = problems(f"version: 1\nclasses: {{chat: {{{fields}}}}}\n")
+
+    assert told in problem
 
 
 def test_a_negative_objective_is_refused_in_the_words_of_the_house() -> None:

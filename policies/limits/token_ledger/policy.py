@@ -164,7 +164,7 @@ class TokenLedger:
         asked = Asked(
             prompt_tokens=work.prompt_tokens,
             sequences=work.sequences if scene.sequences else 1,
-            objective_s=self._policy.class_policy(work.class_name).ttft_objective_s(work.prompt_tokens),
+            objective_s=self._policy.objective_s(work),
             means=means,
             variances=account.sums.variances_with(work.tenant, variances, scene.variances),
         )

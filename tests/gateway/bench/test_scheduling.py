@@ -29,6 +29,7 @@ from gateway.bench.report import write_report
 from gateway.bench.runs import ALONE, CLAIRVOYANT, Task, perform, plan_of, play
 from gateway.bench.scheduling import best_static, missing, run_all, searched, summarise, tasks_of
 from gateway.cli import main
+from gateway.replay.alone import alone
 from gateway.replay.rows import read_rows
 from gateway.replay.trace import Request
 from policies.document import parse
@@ -74,7 +75,10 @@ def test_a_cell_has_traffic_engines_and_a_policy(name: str) -> None:
     assert [one.arrival_s for one in found.requests] == sorted(one.arrival_s for one in found.requests)
     assert found.requests[-1].arrival_s < found.duration_s
     assert (found.backlog is None) == ("llm-d" in name)
-    assert parse(cell.policy_text("fixed"), "cell").class_policy(INTERACTIVE).ttft_sla_s == cell.ttft_sla_s
+    request = urgent[-1]
+    promised = parse(cell.policy_text("fixed"), "cell").class_policy(INTERACTIVE)
+    alone_s = alone(cell.profiles)(request.prompt_tokens)
+    assert promised.ttft_objective_s(request.prompt_tokens, alone_s) == pytest.approx(cell.objective_s(request))
     assert len(cell.profiles) == len(cell.raw["engines"])
 
 

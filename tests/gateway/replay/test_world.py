@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from backends.simulated.profiles import load_profile
+from gateway.replay.alone import alone
+from gateway.replay.figures import figures
 from gateway.replay.host import EngineSpec
 from gateway.replay.rows import COMPLETED, UNFINISHED
 from gateway.replay.trace import Request, read_trace, segment
@@ -24,7 +26,7 @@ from policies import sizing, vocabulary
 from policies.document import parse
 from policies.limits import LIMITS
 from policies.limits.fixed import FixedLimits
-from policies.schema import Policy
+from policies.schema import Policy, usual_alone_s
 from policies.vocabulary import Decision
 from tests.gateway.replay.quiet import QUIET
 
@@ -225,6 +227,30 @@ def test_views_and_works_have_no_field_for_true_lengths_or_engine_parameters() -
 
     assert "prompt_tokens" in seen
     assert not [name for name in seen if "output" in name or "step" in name or "length" in name or "profile" in name]
+
+
+def test_a_slowdown_is_measured_by_what_the_first_tokens_of_a_model_took() -> None:
+    """Alone the engine takes 0.3 s for the prompt, not the 0.1 s that are usual: later works are promised accordingly."""
+    engine = load_profile("a100x4_llama3_70b_tp4")
+    text = "version: 1\nclasses: {interactive: {ttft_slowdown: 2.0}, bulk: {}}\n"
+    requests = [Request(10.0 * number, 1000, 20, class_name="interactive") for number in range(8)]
+    plan = Plan((EngineSpec("e", engine),), parse(text, "p"), requests)
+    alone_s = alone([engine])(1000)
+
+    deadlines: list[float] = []
+
+    class Listening(FixedLimits):
+        def on_event(self, event: sizing.SizingEvent, now_s: float) -> None:
+            if isinstance(event, sizing.Granted):
+                deadlines.append((event.work.deadline_s or 0.0) - event.work.accepted_s)
+
+    played = replay(replace(plan, sizing=Listening), QUIET)
+
+    assert alone_s > 1.5 * usual_alone_s(1000)
+    assert deadlines[0] == pytest.approx(2 * usual_alone_s(1000))
+    assert deadlines[-1] == pytest.approx(2 * alone_s, rel=0.1)
+    found = figures(played, plan.policy, duration_s=80.0, alone=alone([engine]))
+    assert found.attainment == 1.0
 
 
 # -- speed
