@@ -61,6 +61,7 @@ from gateway.instruments import (
 )
 from gateway.logs import Log
 from gateway.profiling.live import drift
+from gateway.observe.tracing import Tracer
 from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
 from gateway.queue.redis_queue import OnCall, RedisQueue, connect
@@ -208,6 +209,7 @@ class Gateway:
             work_ids=session_id,
             on_outcome=self._on_outcome,
             record=None if recorder is None else recorder.record,
+            tracer=self._open_tracer(stack, session_id),
         )
         self.poller = Poller(
             self.roster,
@@ -321,11 +323,39 @@ class Gateway:
         stack.push_async_callback(recorder.close)
         return recorder
 
+    def _open_tracer(self, stack: AsyncExitStack, name: str) -> Tracer | None:
+        """What spans are sent with, where that is wanted and requests come in."""
+        settings = self.settings.traces
+        if settings.url is None or self._role is Role.DECIDER:
+            return None
+        try:
+            from gateway.observe.otlp import OtlpSpans
+        except ModuleNotFoundError as error:
+            raise StartError(
+                f"traces.url {settings.url}: needs {error.name}, which is not installed; pip install 'headrace[otel]',"
+                " or leave traces out"
+            ) from None
+        clock = self._clock
+        spans = OtlpSpans(
+            settings.url,
+            version=version("headrace"),
+            instance=name,
+            wall_offset_s=lambda: clock.pool_s() - clock.now_s(),
+        )
+        stack.push_async_callback(spans.close)
+        return Tracer(spans.take, sample_ratio=settings.sample_ratio, rng=self._rng)
+
     async def _listen(self, stack: AsyncExitStack) -> None:
         """Admin first, so that probes can see the start; the public listener only when all else runs."""
         solo = self._role is Role.SOLO
         if solo:
-            self.admin_url = await listen_admin(stack, self, self.telemetry, self.settings.admin_listen)
+            self.admin_url = await listen_admin(
+                stack,
+                self,
+                self.telemetry,
+                self.settings.admin_listen,
+                metrics_listen=self.settings.metrics_listen,
+            )
         stack.push_async_callback(self.ingress.close)
         if solo:
             public = parse_listen(self.settings.listen)

@@ -219,7 +219,9 @@ class _StdlibHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = max(10, min(40, record.levelno // 10 * 10))
-        self._log.log(level, record.getMessage(), logger=record.name, exc_info=record.exc_info or False)
+        # A library that says the same of each of its tries says it once for a while; a traceback is told every time.
+        repeat = {} if record.exc_info else {"repeat_key": record.name}
+        self._log.log(level, record.getMessage(), logger=record.name, exc_info=record.exc_info or False, **repeat)
 
 
 def _traceback_of(event: Event) -> str:

@@ -27,12 +27,16 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.samples import Exemplar
 
 OTHER = "other"
 SERIES_MAX = 2_000
 LABEL_MAX_CHARS = 128
 
 Labels = tuple[str, ...]
+
+Mark = tuple[str, float, float]
+"""A trace's id, the value that was counted for it, and when, in seconds of wall time."""
 
 
 class Kind(StrEnum):
@@ -86,12 +90,13 @@ class Tally:
 class Spread:
     """One histogram series: counts per bucket, the last one for everything past the topmost bound, and the sum."""
 
-    __slots__ = ("_bounds", "counts", "total")
+    __slots__ = ("_bounds", "counts", "marks", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+        self.marks: dict[int, Mark] | None = None
 
     def observe(self, value: float) -> None:
         """Count one value; one that is not finite is dropped, since it would poison the sum for ever."""
@@ -99,7 +104,15 @@ class Spread:
             self.counts[bisect_left(self._bounds, value)] += 1
             self.total += value
 
-    def absorb(self, counts: Sequence[int], total: float) -> None:
+    def mark(self, trace_id: str, value: float, at_s: float) -> None:
+        """Name the trace of a value that was counted: the newest one of each bucket is kept. at_s: wall time."""
+        if math.isfinite(value):
+            marks = self.marks
+            if marks is None:
+                marks = self.marks = {}
+            marks[bisect_left(self._bounds, value)] = (trace_id, value, at_s)
+
+    def absorb(self, counts: Sequence[int], total: float, marks: Sequence[Mark] = ()) -> None:
         """Add what another process counted. Its bounds are ours as far as both go (`Histogram` only adds to the end):
         what lies past the topmost bound that both have is past all of ours."""
         both = min(len(counts), len(self.counts)) - 1
@@ -107,6 +120,8 @@ class Spread:
         merged = [ours + theirs for ours, theirs in zip(self.counts[:both], counts[:both], strict=True)]
         self.counts = [*merged, *past, self.counts[-1] + sum(counts[both:])]
         self.total += total
+        for mark in marks:
+            self.mark(*mark)
 
 
 class Counter:
@@ -207,8 +222,8 @@ class Histogram:
         family = HistogramMetricFamily(self.instrument.name, self.instrument.help, labels=self.instrument.labels)
         for labels, spread in list(self.children.items()):
             total = spread.total
-            buckets = list(zip(self._bound_texts, accumulate(spread.counts[:]), strict=True))
-            family.add_metric(labels, buckets, total)
+            counted = list(zip(self._bound_texts, accumulate(spread.counts[:]), strict=True))
+            family.add_metric(labels, _with_exemplars(counted, spread.marks), total)
         return family
 
 
@@ -238,6 +253,16 @@ class Registry:
         """The page and its content type, in the format that `accept` prefers (text 0.0.4 or OpenMetrics)."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
+
+
+def _with_exemplars(
+    counted: list[tuple[str, int]], marks: dict[int, Mark] | None
+) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+    """Buckets as the client library renders them; those that a trace tells of lead to it in the OpenMetrics format."""
+    buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = [*counted]
+    for place, (trace_id, value, at_s) in (marks or {}).copy().items():
+        buckets[place] = (*counted[place], Exemplar({"trace_id": trace_id}, value, at_s))
+    return buckets
 
 
 def _bounded(labels: Labels, instrument: Instrument, children: Mapping[Labels, object]) -> Labels:

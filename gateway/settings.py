@@ -107,6 +107,18 @@ class RecorderSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TracesSettings:
+    """Where spans go (gateway.observe).
+
+    url            of an OTLP/HTTP collector, with its path (http://host:4318/v1/traces); None traces nothing
+    sample_ratio   of the requests that bring no decision of their own, 0 to 1
+    """
+
+    url: str | None = None
+    sample_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """The whole of it. `redis_url` None: a private Valkey is started (gateway.queue.embedded).
 
@@ -117,11 +129,13 @@ class Settings:
     allow_no_keys      serve beyond loopback without API keys
     idempotency_s      how long the answer to a request with an Idempotency-Key is kept; 0: the header is not read
     kwh_price          of energy, in the currency of gpu_hour_price; None: not told apart
+    metrics_listen     a second listener for the metrics page alone; None: only admin_listen has it
     workers            processes that serve, under a supervisor when more than one; 0: one for each core
     """
 
     listen: str = "127.0.0.1:8080"
     admin_listen: str = "127.0.0.1:8081"
+    metrics_listen: str | None = None
     redis_url: str | None = field(default=None, repr=False)
     state_dir: Path = Path(".headrace")
     engines: tuple[EngineSettings, ...] = ()
@@ -140,5 +154,6 @@ class Settings:
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     recorder: RecorderSettings = RecorderSettings()
+    traces: TracesSettings = TracesSettings()
     log_format: str = "auto"
     log_level: str = "info"

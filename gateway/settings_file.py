@@ -17,6 +17,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, create_model
 
@@ -33,7 +34,7 @@ from gateway.addresses import (
 )
 from gateway.logs import FORMATS, LEVELS
 from gateway.queue.store_url import StoreUrlError, parse_store_url, shown
-from gateway.settings import EngineSettings, GpuSettings, Limits, RecorderSettings, Settings, Timeouts
+from gateway.settings import EngineSettings, GpuSettings, Limits, RecorderSettings, Settings, Timeouts, TracesSettings
 from policies.yaml_source import Finding, load
 
 WORKERS_MAX = 256
@@ -56,6 +57,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--listen", metavar="HOST:PORT", help="public listener (127.0.0.1:8080)")
     parser.add_argument("--admin-listen", metavar="HOST:PORT", help="metrics and admin listener (127.0.0.1:8081)")
+    parser.add_argument(
+        "--metrics-listen", metavar="HOST:PORT", help="a listener for the metrics page alone (none by default)"
+    )
     parser.add_argument("--redis-url", metavar="URL", help="Redis or Valkey; without it a private Valkey is started")
     parser.add_argument("--policy", dest="policy_file", type=Path, metavar="FILE", help="policy document, hot-reloaded")
     parser.add_argument("--keys", dest="keys_file", type=Path, metavar="FILE", help="API keys, hashed")
@@ -82,7 +86,16 @@ def settings_from(args: Namespace, environ: Mapping[str, str]) -> Settings:
         )
         if value
     }
-    for name in ("listen", "admin_listen", "redis_url", "policy_file", "keys_file", "state_dir", "mount_path"):
+    for name in (
+        "listen",
+        "admin_listen",
+        "metrics_listen",
+        "redis_url",
+        "policy_file",
+        "keys_file",
+        "state_dir",
+        "mount_path",
+    ):
         if getattr(args, name) is not None:
             changes[name] = getattr(args, name)
     for name in ("workers", "log_format", "log_level", "allow_no_keys"):
@@ -120,6 +133,8 @@ def read_file(path: Path, environ: Mapping[str, str]) -> Settings:
         folder = document.recorder.folder
         recorder = RecorderSettings(**document.recorder.model_dump())
         values["recorder"] = dataclasses.replace(recorder, folder=None if folder is None else path.parent / folder)
+    if "traces" in values:
+        values["traces"] = TracesSettings(**document.traces.model_dump())
     if "aliases" in values:
         values["aliases"] = tuple(values["aliases"].items())
     return Settings(**values)
@@ -164,7 +179,14 @@ def check(settings: Settings) -> Settings:
             f"mount_path {settings.mount_path[:80]!r}: expected segments of letters, digits, - _ ~ and . (no . or ..)"
             " between slashes; e.g. /llm"
         )
-    return dataclasses.replace(settings, listen=str(listen), admin_listen=str(admin_listen), mount_path=mount_path)
+    metrics_listen = None if settings.metrics_listen is None else str(parse_listen(settings.metrics_listen))
+    return dataclasses.replace(
+        settings,
+        listen=str(listen),
+        admin_listen=str(admin_listen),
+        metrics_listen=metrics_listen,
+        mount_path=mount_path,
+    )
 
 
 _API_KEY = re.compile(r"[\x21-\x7e]+")
@@ -314,6 +336,26 @@ class RecorderSection(BaseModel):
     prefix_hashes: bool = False
 
 
+def _collector_url(text: str) -> str:
+    """Whole, with its path: nothing is added. Credentials in it would be shown, so that they are refused."""
+    parts = urlsplit(text.strip())
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.password or parts.query:
+        raise ValueError(
+            "must be http(s)://HOST:PORT/v1/traces without credentials or a query; a collector's key goes into"
+            " OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    return text.strip()
+
+
+class TracesSection(BaseModel):
+    """Where spans go; leave it out to trace nothing."""
+
+    model_config = _STRICT
+
+    url: Annotated[str, AfterValidator(_collector_url)] | None = None
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = TracesSettings().sample_ratio
+
+
 class SettingsDocument(BaseModel):
     """The whole of `headrace.yaml`; names and meanings are those of `gateway.settings.Settings`."""
 
@@ -321,6 +363,7 @@ class SettingsDocument(BaseModel):
 
     listen: ListenText = "127.0.0.1:8080"
     admin_listen: ListenText = "127.0.0.1:8081"
+    metrics_listen: ListenText | None = None
     redis_url: SecretStr | None = None
     state_dir: Path = Path(".headrace")
     engines: list[EngineEntry] = Field(default_factory=list)
@@ -339,5 +382,6 @@ class SettingsDocument(BaseModel):
     timeouts: TimeoutsSection = TimeoutsSection()  # type: ignore[valid-type]
     limits: LimitsSection = LimitsSection()  # type: ignore[valid-type]
     recorder: RecorderSection = RecorderSection()
+    traces: TracesSection = TracesSection()
     log_format: Literal["auto", "json", "human"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

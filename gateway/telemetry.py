@@ -135,8 +135,15 @@ class Telemetry:
 
     # What happens to works.
 
-    def observe_outcome(self, outcome: Outcome, *, sla_met: bool | None, sequences: int = 1) -> None:
-        """Count one settled work. sla_met: None for a class without a TTFT objective; sequences: that it asked for."""
+    def observe_outcome(
+        self, outcome: Outcome, *, sla_met: bool | None, sequences: int = 1, trace_id: str = "", at_s: float = 0.0
+    ) -> None:
+        """Count one settled work.
+
+        sla_met     None for a class without a TTFT objective
+        sequences   that it asked for
+        trace_id    of the trace that tells of it, kept as an exemplar of its latencies at at_s, wall time; "": none
+        """
         key = (outcome.class_name, outcome.model, outcome.tenant, outcome.engine, outcome.result, outcome.status)
         kept = self._kept.get(key)
         if kept is None:
@@ -165,6 +172,8 @@ class Telemetry:
                 kept.tpot.observe((outcome.total_s - outcome.ttft_s) / (outcome.output_tokens - 1))
         if outcome.engine_ttft_s is not None:
             kept.engine_ttft.observe(outcome.engine_ttft_s)
+        if trace_id:
+            kept.mark(outcome, trace_id, at_s)
         if sla_met is not None:
             self.add(SLA, 1, outcome.class_name, kept.model, "met" if sla_met else "missed")
         if outcome.result is Result.SHED:
@@ -425,6 +434,17 @@ class _Settled:
     tenant_ttft: Spread
     tpot: Spread
     engine_ttft: Spread
+
+    def mark(self, outcome: Outcome, trace_id: str, at_s: float) -> None:
+        """Let the latencies that were just counted lead to their trace."""
+        for spread, value in (
+            (self.duration, outcome.total_s),
+            (self.queue_wait, outcome.queued_s),
+            (self.ttft, outcome.ttft_s),
+            (self.engine_ttft, outcome.engine_ttft_s),
+        ):
+            if value is not None:
+                spread.mark(trace_id, value, at_s)
 
 
 _GPU_FIELDS: Final[Mapping[GpuField, Instrument]] = {

@@ -21,7 +21,6 @@ import orjson
 from aiohttp import web
 
 from gateway.admin.page import MetricsPage
-from gateway.telemetry import Telemetry
 
 Gather = Callable[[], Awaitable[None]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -49,16 +48,16 @@ GATHER: web.AppKey[Gather] = web.AppKey("gather")
 
 
 def admin_app(
-    administered: Administered, telemetry: Telemetry, *, any_host: bool = False, gather: Gather | None = None
+    administered: Administered, page: MetricsPage, *, any_host: bool = False, gather: Gather | None = None
 ) -> web.Application:
-    """The application; closing it ends what it owns.
+    """The application; closing it closes the page.
 
     any_host   answer under any Host name (a listener for others)
     gather     awaited before each answer that tells anything: fetches what other processes know
     """
     app = web.Application(middlewares=[] if any_host else [_only_own_host])
     app[ADMINISTERED] = administered
-    app[PAGE] = MetricsPage(telemetry)
+    app[PAGE] = page
     app[GATHER] = gather or _nothing_to_gather
     app.on_cleanup.append(_close_page)
     app.router.add_get("/metrics", _metrics)
@@ -66,6 +65,16 @@ def admin_app(
     app.router.add_get("/readyz", _readyz)
     app.router.add_get("/admin/v1/status", _status)
     app.router.add_get("/admin/v1/policy", _policy)
+    return app
+
+
+def metrics_app(page: MetricsPage, *, gather: Gather | None = None) -> web.Application:
+    """The page and a sign of life, for a listener that a Prometheus elsewhere may reach: no status, no policy."""
+    app = web.Application()
+    app[PAGE] = page
+    app[GATHER] = gather or _nothing_to_gather
+    app.router.add_get("/metrics", _metrics)
+    app.router.add_get("/healthz", _healthz)
     return app
 
 

@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack
 from aiohttp import web
 
 from gateway.addresses import Listen, parse_listen
-from gateway.admin.api import Administered, admin_app
+from gateway.admin.api import Administered, admin_app, metrics_app
+from gateway.admin.page import MetricsPage
 from gateway.telemetry import Telemetry
 
 CLOSE_S = 5.0
@@ -22,16 +23,30 @@ async def listen_admin(
     telemetry: Telemetry,
     listen: str,
     gather: Callable[[], Awaitable[None]] | None = None,
+    *,
+    metrics_listen: str | None = None,
 ) -> str:
-    """Serve `admin_app` until the stack is left; its URL. Raises OSError when the address cannot be had."""
+    """Serve `admin_app` until the stack is left, and `metrics_app` where it has a listener; the admin listener's URL.
+
+    Raises OSError when an address cannot be had.
+    """
+    page = MetricsPage(telemetry)
     address = parse_listen(listen)
-    app = admin_app(administered, telemetry, any_host=not address.loopback, gather=gather)
+    url = await _serve(
+        stack, admin_app(administered, page, any_host=not address.loopback, gather=gather), address, "admin_listen"
+    )
+    if metrics_listen is not None:
+        await _serve(stack, metrics_app(page, gather=gather), parse_listen(metrics_listen), "metrics_listen")
+    return url
+
+
+async def _serve(stack: AsyncExitStack, app: web.Application, address: Listen, setting: str) -> str:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     assert runner.server is not None
     loop = asyncio.get_running_loop()
-    server = await bound(loop.create_server(runner.server, address.host, address.port), "admin_listen", address)
+    server = await bound(loop.create_server(runner.server, address.host, address.port), setting, address)
     stack.callback(server.close)
     return url_of(server.sockets[0], address)
 

@@ -37,6 +37,7 @@ from gateway.exchange import Exchange
 from gateway.ingress.body_edits import edited
 from gateway.instruments import ITL, REQUEST_PARTS
 from gateway.logs import Log
+from gateway.observe.tracing import Trace, Tracer, read_traceparent
 from gateway.queue.base import QueueUnavailable
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
@@ -61,6 +62,7 @@ class _Course:
     """What became of one work so far; its `Outcome` is made from it at the end.
 
     accepted   it is part of a request that was admitted: no bound on waiting works refuses it any more
+    trace      the marks that it leaves; None: it is not traced
     """
 
     work: Work
@@ -76,6 +78,7 @@ class _Course:
     relay: Relay | None = None
     degraded: bool = False
     preempted: int = 0
+    trace: Trace | None = None
 
 
 class Service:
@@ -98,6 +101,7 @@ class Service:
         work_ids: str,
         on_outcome: Callable[[Outcome], None] | None = None,
         record: Callable[[Work, Outcome, bytes], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """work_ids: prefix of this process's work ids, unique among the pool's processes.
 
@@ -117,6 +121,7 @@ class Service:
         self._log = log
         self._on_outcome = on_outcome
         self._record = record
+        self._tracer = tracer
         self._ids = (f"{work_ids}-{number:x}" for number in itertools.count(1))
         self._affinity = Affinity()
         self._flow = Flow()
@@ -145,6 +150,8 @@ class Service:
     async def _serve_work(self, exchange: Exchange, reply: Outlet, course: _Course, policy: Policy) -> None:
         """Carry one work to its outcome."""
         self._request_ids[exchange.request_id] += 1
+        if self._tracer is not None:
+            course.trace = self._tracer.begin(exchange.rule_headers.get("traceparent"))
         try:
             await self._carry(exchange, reply, course, policy)
         except Refusal as refusal:
@@ -315,6 +322,8 @@ class Service:
             if course.granted_s is None:
                 course.granted_s = self._clock.now_s()
             self._flow.left(work.class_name, self._clock.now_s())
+            if course.trace is not None:
+                course.trace.granted(grant.engine, queued_s=exchange.accepted_s, now_s=self._clock.now_s())
             end = await self._attempt(exchange, reply, course, grant)
             fault = end.fault
             if fault is None:
@@ -449,11 +458,17 @@ class Service:
         _set_header(exchange, "x-headrace-engine", grant.engine)
         self._watchdog.add(relay)
         try:
-            relay.attach(backend.call(self._request(exchange, work, backend, strip_usage=strip_usage), relay))
+            request = self._request(exchange, work, backend, strip_usage=strip_usage)
+            if course.trace is not None:
+                request = replace(request, headers=course.trace.sent(request.headers, self._clock.now_s()))
+            relay.attach(backend.call(request, relay))
             end = await relay.done
         finally:
             self._watchdog.discard(relay)
             relay.close()
+        if course.trace is not None:
+            failed = "" if end.fault is None else end.fault.refusal.reason
+            course.trace.ended(self._clock.now_s(), engine_ttft_s=end.engine_ttft_s, failed=failed)
         course.engine_ttft_s = end.engine_ttft_s
         course.output_tokens, course.prompt_tokens = end.output_tokens, end.prompt_tokens
         if end.fault is None:
@@ -549,7 +564,15 @@ class Service:
             self._owner.finished(work, course.grant, outcome)
         else:
             self._owner.ended(work)
-        self._telemetry.observe_outcome(outcome, sla_met=_sla_met(outcome, work, policy), sequences=work.sequences)
+        self._telemetry.observe_outcome(
+            outcome,
+            sla_met=_sla_met(outcome, work, policy),
+            sequences=work.sequences,
+            trace_id=_trace_id(exchange, course),
+            at_s=self._clock.pool_s(),
+        )
+        if course.trace is not None and self._tracer is not None:
+            self._tracer.settled(course.trace, outcome, request_id=exchange.request_id, path=exchange.path, now_s=now_s)
         if self._on_outcome is not None:
             self._on_outcome(outcome)
         if self._record is not None:
@@ -565,6 +588,14 @@ class Service:
                 attempts=outcome.attempts,
                 repeat_key=f"{outcome.result} {outcome.reason} {outcome.engine}",
             )
+
+
+def _trace_id(exchange: Exchange, course: _Course) -> str:
+    """The trace that an operator can find the work in: ours, or the client's where only the client traces."""
+    if course.trace is not None:
+        return course.trace.trace_id
+    parent = read_traceparent(exchange.rule_headers.get("traceparent"))
+    return parent.trace_id if parent is not None and parent.sampled else ""
 
 
 _QUIET = frozenset({Result.COMPLETED, Result.CANCELLED, Result.CLIENT_ERROR})

@@ -24,7 +24,8 @@ from gateway.series import Labels, Merge
 from gateway.telemetry import Telemetry
 
 Told = dict[str, list[list[Any]]]
-"""By name of the row: [labels, amount] of a counter or gauge, [labels, counts, total] of a histogram; JSON-ready."""
+"""By name of the row, JSON-ready: [labels, amount] of a counter or gauge, [labels, counts, total] of a histogram, and
+[trace id, value, time] of those that a trace tells of, where there are any."""
 
 GaugeValues = Mapping[str, Mapping[Labels, float]]
 """By name of the row."""
@@ -57,7 +58,9 @@ class Teller:
                 if spread.counts != counts:
                     self._spread[name, labels] = (spread.counts.copy(), spread.total)
                     grown = spread.counts if counts is None else list(map(sub, spread.counts, counts))
-                    told.setdefault(name, []).append([labels, grown, spread.total - total])
+                    marks, spread.marks = spread.marks, None
+                    newer = [list(marks.values())] if marks else []
+                    told.setdefault(name, []).append([labels, grown, spread.total - total, *newer])
         return told
 
     def gauges(self) -> Told:

@@ -145,7 +145,14 @@ class Supervisor:
         except OSError as error:
             raise cannot_listen(error, "listen", public) from None
         self.public_url = url_of(self._sockets[0], public) + self._settings.mount_path
-        self.admin_url = await listen_admin(stack, self, self._telemetry, self._settings.admin_listen, self._gather)
+        self.admin_url = await listen_admin(
+            stack,
+            self,
+            self._telemetry,
+            self._settings.admin_listen,
+            self._gather,
+            metrics_listen=self._settings.metrics_listen,
+        )
         url = self._settings.redis_url
         if url is None:
             self._valkey = EmbeddedValkey(self._settings.state_dir, log=self._log)
@@ -307,7 +314,7 @@ async def _begin_leadership(queue: Queue) -> None:
         await queue.lead("supervisor", now_ms=await queue.time_ms(), valid_for_ms=1)
 
 
-_OURS = ("listen", "admin_listen", "redis_url", "state_dir", "workers")
+_OURS = ("listen", "admin_listen", "metrics_listen", "redis_url", "state_dir", "workers")
 """Settings of what the supervisor itself owns."""
 
 

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import instruments as table
-from gateway.admin.api import admin_app
+from gateway.admin.api import admin_app, metrics_app
 from gateway.admin.page import MetricsPage
 from gateway.series import Kind
 from gateway.telemetry import Telemetry
@@ -50,7 +50,7 @@ def telemetry() -> Telemetry:
 
 @pytest.fixture
 async def client(gateway: Gateway, telemetry: Telemetry) -> AsyncIterator[Client]:
-    async with TestClient(TestServer(admin_app(gateway, telemetry))) as client:
+    async with TestClient(TestServer(admin_app(gateway, MetricsPage(telemetry)))) as client:
         yield client
 
 
@@ -104,7 +104,7 @@ async def test_addresses_and_localhost_are_answered(client: Client, host: str) -
 
 
 async def test_a_listener_for_others_answers_under_any_name(gateway: Gateway, telemetry: Telemetry) -> None:
-    async with TestClient(TestServer(admin_app(gateway, telemetry, any_host=True))) as client:
+    async with TestClient(TestServer(admin_app(gateway, MetricsPage(telemetry), any_host=True))) as client:
         assert (await client.get("/healthz", headers={"Host": "headrace.svc:8081"})).status == 200
 
 
@@ -138,7 +138,7 @@ async def test_scrapes_that_meet_share_one_page_and_none_holds_the_loop() -> Non
 
 async def test_a_page_that_takes_too_long_is_a_503_and_the_next_one_is_served() -> None:
     telemetry = Jammed()
-    app = admin_app(Gateway(), telemetry)
+    app = admin_app(Gateway(), MetricsPage(telemetry))
     page = next(value for value in app.values() if isinstance(value, MetricsPage))
     page._render_s = 0.01
     async with TestClient(TestServer(app)) as client:
@@ -161,7 +161,7 @@ async def test_fifty_thousand_series_are_served_while_the_loop_keeps_turning(gat
     for number in range(2_000):
         telemetry.add(table.RETRIES, 1, f"e{number}", "x")
         telemetry.set(table.IN_FLIGHT, 1, f"e{number}", "x")
-    server = TestServer(admin_app(gateway, telemetry))
+    server = TestServer(admin_app(gateway, MetricsPage(telemetry)))
     await server.start_server()
     turns = 0
 
@@ -183,3 +183,20 @@ async def test_fifty_thousand_series_are_served_while_the_loop_keeps_turning(gat
     series = sum(len(family.samples) for family in text_string_to_metric_families(page))
     assert series > 30_000
     assert turns_meanwhile > 10, "the loop did not turn while the page was rendered"
+
+
+async def test_the_metrics_listener_has_the_page_and_a_sign_of_life_and_nothing_else(telemetry: Telemetry) -> None:
+    page = MetricsPage(telemetry)
+    try:
+        async with TestClient(TestServer(metrics_app(page))) as client:
+            found = {
+                path: (await client.get(path, headers={"Host": "gateway.example"})).status
+                for path in ("/metrics", "/healthz", "/readyz", "/admin/v1/status", "/admin/v1/policy", "/")
+            }
+            assert (await client.post("/metrics")).status == 405
+    finally:
+        page.close()
+
+    assert found == {
+        "/metrics": 200, "/healthz": 200, "/readyz": 404, "/admin/v1/status": 404, "/admin/v1/policy": 404, "/": 404,
+    }  # fmt: skip

@@ -146,6 +146,24 @@ def test_the_standard_librarys_records_join_the_stream() -> None:
     assert "hunter2" not in line["event"]
 
 
+def test_a_library_that_repeats_itself_is_one_line_and_its_tracebacks_are_all_told() -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    with captured() as (logs, lines):
+        try:
+            logs.adopt_stdlib()
+            library = logging.getLogger("some.exporter")
+            for _ in range(50):
+                library.warning("cannot reach %s, trying again", "collector")
+            for _ in range(2):
+                library.error("broke", exc_info=ValueError("why"))
+
+            told = [line["event"] for line in lines()]
+        finally:
+            root.handlers[:], root.level = before, level
+    assert told == ["cannot reach collector, trying again", "broke", "broke"]
+
+
 def test_a_line_for_people_is_plain_text() -> None:
     stream = io.BytesIO()
     logs = Logs(stream, human=True, wall=lambda: 1_700_000_000.5)

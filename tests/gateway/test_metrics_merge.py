@@ -207,3 +207,18 @@ def test_telling_thousands_of_series_costs_little_when_few_have_changed() -> Non
     assert len(first[table.RETRIES.name]) == 1_000
     assert second == {table.RETRIES.name: [[("e7", "reset"), 1.0]]}
     assert took_s < 0.05
+
+
+def test_what_leads_to_a_trace_in_one_process_leads_there_from_the_merged_page() -> None:
+    one, merged = Telemetry(version="0"), Telemetry(version="0", longest_s=7200.0)
+    one.observe(table.TTFT, 0.2, "interactive", "m")
+    one.keep(table.TTFT, "interactive", "m").mark("ab" * 16, 0.2, 1000.5)
+    teller = Teller(one)
+
+    add_counts(merged, orjson.loads(orjson.dumps(teller.counts())))
+    one.observe(table.TTFT, 0.2, "interactive", "m")
+    add_counts(merged, orjson.loads(orjson.dumps(teller.counts())))
+
+    page = merged.render("application/openmetrics-text; version=1.0.0")[0].decode()
+    assert page.count(f'# {{trace_id="{"ab" * 16}"}} 0.2 1000.5') == 1
+    assert merged.keep(table.TTFT, "interactive", "m").total == pytest.approx(0.4)

@@ -362,3 +362,22 @@ def test_what_a_tenant_has_waiting_is_told_while_it_waits(telemetry: Telemetry) 
 
     telemetry.queue({"bulk": 0}, by_tenant={})
     assert value(telemetry, "headrace_tenant_queued", class_="bulk", tenant="acme") is None
+
+
+def test_a_latency_that_a_trace_tells_of_leads_to_it_in_openmetrics_only(telemetry: Telemetry) -> None:
+    telemetry.observe_outcome(OUTCOME, sla_met=True, trace_id="ab" * 16, at_s=1000.5)
+    telemetry.observe_outcome(OUTCOME, sla_met=True)
+
+    page = telemetry.render("application/openmetrics-text; version=1.0.0")[0].decode()
+    marks = {
+        sample.name: sample.exemplar
+        for family in parse_openmetrics(page)  # type: ignore[no-untyped-call]
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    assert set(marks) == {
+        f"headrace_{name}_seconds_bucket" for name in ("request_duration", "queue_wait", "ttft", "engine_ttft")
+    }
+    mark = marks["headrace_ttft_seconds_bucket"]
+    assert (mark.labels, mark.value, float(mark.timestamp)) == ({"trace_id": "ab" * 16}, 0.2, 1000.5)
+    assert b"trace_id" not in telemetry.render()[0]

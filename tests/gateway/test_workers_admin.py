@@ -8,6 +8,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from gateway.admin.api import admin_app
+from gateway.admin.page import MetricsPage
 from gateway.telemetry import Telemetry
 
 
@@ -35,7 +36,7 @@ class Elsewhere:
 )
 async def test_what_other_processes_know_is_fetched_before_it_is_told(path: str, told: str) -> None:
     elsewhere = Elsewhere()
-    app = admin_app(elsewhere, Telemetry(version="0"), gather=elsewhere.gather)
+    app = admin_app(elsewhere, MetricsPage(Telemetry(version="0")), gather=elsewhere.gather)
     async with TestClient(TestServer(app)) as client:
         answer = await client.get(path)
 
@@ -45,7 +46,9 @@ async def test_what_other_processes_know_is_fetched_before_it_is_told(path: str,
 
 async def test_liveness_asks_nobody() -> None:
     elsewhere = Elsewhere()
-    async with TestClient(TestServer(admin_app(elsewhere, Telemetry(version="0"), gather=elsewhere.gather))) as client:
+    async with TestClient(
+        TestServer(admin_app(elsewhere, MetricsPage(Telemetry(version="0")), gather=elsewhere.gather))
+    ) as client:
         assert (await client.get("/healthz")).status == 200
 
     assert not elsewhere.known
