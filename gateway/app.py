@@ -60,8 +60,8 @@ from gateway.instruments import (
     REDIS_UP,
 )
 from gateway.logs import Log
-from gateway.profiling.live import drift
 from gateway.observe.tracing import Tracer
+from gateway.profiling.live import drift
 from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
 from gateway.queue.redis_queue import OnCall, RedisQueue, connect

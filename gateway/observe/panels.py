@@ -98,6 +98,11 @@ def per_second(row: Instrument, by: str, where: str = "") -> str:
     return f"sum by ({by}) {rate}" if by else f"sum{rate}"
 
 
+def none_is_zero(expr: str) -> str:
+    """For what has no series before it happens for the first time."""
+    return f"{expr} or vector(0)"
+
+
 def quantile(part: float, row: Instrument, by: str, where: str = "") -> str:
     """A quantile of a histogram, 0 to 1."""
     labels = f"le, {by}" if by else "le"

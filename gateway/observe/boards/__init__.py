@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.instruments import POLICY_INFO, PREEMPTED, PREEMPTED_TOKENS
+from gateway.instruments import POLICY_INFO
 from gateway.observe.boards import energy, engines, gpus, internals, overview, queues, tenants
 from gateway.observe.panels import Board
 
@@ -21,10 +21,7 @@ BOARDS: tuple[Board, ...] = (
     internals.BOARD,
 )
 
-UNUSED: Mapping[str, str] = {
-    PREEMPTED.name: "has no series until it happens; decisions are shown by action, this one with them",
-    PREEMPTED_TOKENS.name: "likewise",
-}
+UNUSED: Mapping[str, str] = {}
 """Name of a metric that no panel asks for -> why."""
 
 NEW_POLICY = f"max by (version) ({POLICY_INFO.name}) unless max by (version) ({POLICY_INFO.name} offset 1m)"

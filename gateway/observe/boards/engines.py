@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from gateway import instruments as of
-from gateway.observe.panels import Board, Click, Draw, Panel, Query, chosen, gauge, mean, per_second, quantiles
+from gateway.observe.panels import (
+    Board,
+    Click,
+    Draw,
+    Panel,
+    Query,
+    chosen,
+    gauge,
+    mean,
+    none_is_zero,
+    per_second,
+    quantiles,
+)
 
 _ENGINE = chosen("engine")
 _BOTH = chosen("engine", "class")
@@ -103,10 +115,20 @@ BOARD = Board(
                 ),
                 Panel(
                     "Preemptions",
-                    "Sequences that the engine threw out each second. Each is computed again; it should be none.",
-                    (Query(per_second(of.ENGINE_PREEMPTIONS, "engine", _ENGINE), "{{engine}}"),),
+                    "Sequences that the engine threw out each second, and works that we stopped for more urgent ones.",
+                    (
+                        Query(per_second(of.ENGINE_PREEMPTIONS, "engine", _ENGINE), "by the engine {{engine}}"),
+                        Query(
+                            none_is_zero(per_second(of.PREEMPTED, "engine, class", _BOTH)), "by us {{engine}} {{class}}"
+                        ),
+                    ),
                     unit="reqps",
-                    width=12,
+                ),
+                Panel(
+                    "Tokens made for nothing",
+                    "Of works that we stopped and that begin anew.",
+                    (Query(none_is_zero(per_second(of.PREEMPTED_TOKENS, "engine", _BOTH)), "{{engine}}"),),
+                    unit="cps",
                 ),
                 Panel(
                     "Tokens per second",
@@ -117,7 +139,6 @@ BOARD = Board(
                         Query(per_second(of.ENGINE_PROMPT_TOKENS, "engine", _ENGINE), "prompt {{engine}}"),
                     ),
                     unit="cps",
-                    width=12,
                 ),
             ),
         ),

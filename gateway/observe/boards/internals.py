@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from gateway import instruments as of
-from gateway.observe.panels import RANGE, Board, Draw, Panel, Query, gauge, per_second, quantile, quantiles
+from gateway.observe.panels import (
+    RANGE,
+    Board,
+    Draw,
+    Panel,
+    Query,
+    gauge,
+    none_is_zero,
+    per_second,
+    quantile,
+    quantiles,
+)
 
 _REASON = "{{process}} {{reason}}"
 
@@ -50,7 +61,7 @@ BOARD = Board(
                     "Each second.",
                     (
                         Query(f"sum(rate({of.REDIS_LATENCY.name}_count[{RANGE}]))", "calls"),
-                        Query(f"{per_second(of.REDIS_ERRORS, '')} or vector(0)", "errors"),
+                        Query(none_is_zero(per_second(of.REDIS_ERRORS, "")), "errors"),
                     ),
                     unit="ops",
                 ),
@@ -70,7 +81,7 @@ BOARD = Board(
                 Panel(
                     "Events that no leader heard",
                     "What other processes had to tell of their attempts and could not; the learned state lacks it.",
-                    (Query(f"{per_second(of.EVENTS_DROPPED, '')} or vector(0)"),),
+                    (Query(none_is_zero(per_second(of.EVENTS_DROPPED, ""))),),
                     unit="ops",
                 ),
                 Panel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway import instruments as of
-from gateway.observe.panels import Board, Click, Draw, Panel, Query, chosen, gauge, per_second, quantile
+from gateway.observe.panels import Board, Click, Draw, Panel, Query, chosen, gauge, none_is_zero, per_second, quantile
 
 _CLASS = chosen("class")
 _ENGINE = chosen("engine")
@@ -70,7 +70,7 @@ BOARD = Board(
                 Panel(
                     "Refused",
                     "Works refused each second, at admission or while they waited.",
-                    (Query(f"{per_second(of.SHEDS, '', _CLASS)} or vector(0)"),),
+                    (Query(none_is_zero(per_second(of.SHEDS, "", _CLASS))),),
                     unit="reqps",
                     draw=Draw.STAT,
                     width=4,
