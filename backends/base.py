@@ -122,7 +122,11 @@ class Capabilities:
 
 
 class Signal(StrEnum):
-    """What a sample can tell. The unit is in the name; counters end in _total."""
+    """What a sample can tell. The unit is in the name; counters end in _total.
+
+    asleep        1 while the engine says that it has unloaded its weights, else 0
+    server_load   requests that its web server holds, also those that the engine behind it has not seen
+    """
 
     RUNNING = "running"
     WAITING = "waiting"
@@ -136,6 +140,9 @@ class Signal(StrEnum):
     PREFIX_QUERIES_TOTAL = "prefix_queries_total"
     PREFIX_HITS_TOTAL = "prefix_hits_total"
     START_TIME_S = "start_time_s"
+    ASLEEP = "asleep"
+    SERVER_LOAD = "server_load"
+    REJECTED_TOTAL = "rejected_total"
     GPU_BUSY_FRACTION = "gpu_busy_fraction"
     GPU_POWER_FRACTION = "gpu_power_fraction"
     GPU_HEAT_MARGIN_C = "gpu_heat_margin_c"
@@ -186,22 +193,39 @@ class ModelCard:
     max_model_len: int | None = None
 
 
+class Unready(StrEnum):
+    """How an engine showed that it cannot serve; it decides how soon that is believed."""
+
+    SAYS_SO = "says_so"
+    """It answered, and not as one that serves; or it broke its answer off."""
+    REFUSED = "refused"
+    """Nothing listens at its address."""
+    SILENT = "silent"
+    """No whole answer in time: it may be frozen or cut off, or only busy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """Who answers at this address and whether it can serve now.
 
     ready     the engine says that it can take work (health 200 and at least one model)
     detail    what was wrong, for people; "" when ready
+    unready   how it is not ready; means nothing when it is
     """
 
     ready: bool
     models: tuple[ModelCard, ...] = ()
     version: str = ""
     detail: str = ""
+    unready: Unready = Unready.SAYS_SO
 
 
 class BackendError(Exception):
     """A sample or probe failed; the message names the engine, the route and what came instead of what was expected."""
+
+    def __init__(self, message: str, unready: Unready = Unready.SAYS_SO) -> None:
+        super().__init__(message)
+        self.unready = unready
 
 
 class Backend(Protocol):
@@ -225,6 +249,10 @@ class Backend(Protocol):
 
     async def probe(self) -> Probe:
         """Ask health, version and models once. An engine that does not answer is `ready=False`, not an error."""
+        ...
+
+    async def try_generation(self, within_s: float) -> str:
+        """Have the engine make one token, as a client would; "" when it did, else what came instead. Raises nothing."""
         ...
 
     async def close(self) -> None:

@@ -33,6 +33,7 @@ from backends.base import (
     FailureKind,
     Headers,
     Receiver,
+    Unready,
 )
 from backends.call import Connection, EngineCall
 from backends.dialing import dial, failure_of
@@ -152,9 +153,10 @@ class EnginePool:
             async with asyncio.timeout(bound_s):
                 return await whole
         except TimeoutError:
-            raise BackendError(f"{what}: no whole answer within {bound_s:g} s; is the engine overloaded?") from None
+            late = f"{what}: no whole answer within {bound_s:g} s; is the engine overloaded?"
+            raise BackendError(late, Unready.SILENT) from None
         except _FetchError as failed:
-            raise BackendError(f"{what}: {failed}") from None
+            raise BackendError(f"{what}: {failed}", _UNREADY.get(failed.kind, Unready.SAYS_SO)) from None
         finally:
             call.abort()
 
@@ -269,8 +271,19 @@ class EnginePool:
             call.carry_on(connection, reused=False)
 
 
+_UNREADY: Final = {
+    FailureKind.CONNECT_REFUSED: Unready.REFUSED,
+    FailureKind.NAME_UNRESOLVED: Unready.REFUSED,
+    FailureKind.CONNECT_TIMEOUT: Unready.SILENT,
+}
+
+
 class _FetchError(Exception):
     """Why a fetch has no answer."""
+
+    def __init__(self, message: str, kind: FailureKind = FailureKind.BAD_RESPONSE) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class _Collector:
@@ -304,4 +317,4 @@ class _Collector:
 
     def on_failure(self, failure: CallFailure) -> None:
         if not self._whole.done():
-            self._whole.set_exception(_FetchError(f"{failure.kind}: {failure.detail}"))
+            self._whole.set_exception(_FetchError(f"{failure.kind}: {failure.detail}", failure.kind))

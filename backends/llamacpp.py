@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from backends.base import BackendError, Capabilities, Measured, Probe, Signal
+from backends.base import BackendError, Capabilities, Measured, ModelCard, Signal
 from backends.dialects.payload import child, count, text
 from backends.exposition import Series
 from backends.openai_compatible import OpenAICompatible
@@ -63,12 +63,9 @@ class LlamaCpp(OpenAICompatible):
             values[Signal.GENERATION_TOKENS_TOTAL] = total([*found[_GENERATED], *running], _GENERATED)
         return values
 
-    async def _probe(self) -> Probe:
-        health = await self._get("/health")
-        if not health.ok and health.status != 404:
-            return Probe(ready=False, detail=self._refused(health))
+    async def _ask_facts(self) -> tuple[tuple[ModelCard, ...], str]:
         props = await self._ask_object("/props")
-        return self._ready(await self._model_cards(), text(props.get("build_info")))
+        return await self._model_cards(), text(props.get("build_info"))
 
     def _context_tokens(self, card: Mapping[str, object]) -> int | None:
         return count(child(card, "meta").get("n_ctx")) or super()._context_tokens(card)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import orjson
+
 from backends.base import (
     BackendError,
     Call,
@@ -30,13 +32,22 @@ from backends.base import (
     Receiver,
     Sample,
     Signal,
+    Unready,
 )
 from backends.dialects import read_error
-from backends.dialects.payload import count, load, text
+from backends.dialects.payload import JsonObject, count, load, text
 from backends.exposition import Series, parse
 from backends.series import own
 
 NO_SUCH_ROUTE = frozenset({404, 405, 501})
+NOT_ASKED_SO = NO_SUCH_ROUTE | {400, 415, 422}
+"""Answers to a trial of a server whose model does something else, e.g. embeds."""
+FACTS_S = 5.0
+"""The model list and the version are asked for no more often than this by an engine that stays ready."""
+TRIAL_MAX_S = 60.0
+"""Above what any caller of `try_generation` allows; only so that the request is bounded by itself."""
+TRIAL_ID = "headrace-trial"
+"""Request id of a generation that tries an engine out, in the engine's own log."""
 TGI_ROUTES = frozenset({"/", "/generate", "/generate_stream", "/chat_tokenize", "/info"})
 """Routes of TGI's own dialect, which no other engine speaks though SGLang has a /generate of another form."""
 
@@ -61,6 +72,7 @@ class Answer:
     status: int
     headers: Headers
     body: bytes
+    method: str = "GET"
 
     @property
     def ok(self) -> bool:
@@ -99,6 +111,8 @@ class OpenAICompatible:
             return_token_ids=self.understands.return_token_ids,
         )
         self.models: frozenset[str] = frozenset()
+        self._facts: tuple[tuple[ModelCard, ...], str] | None = None
+        self._facts_s = 0.0
         self._sample_s = address.sample_s
         self._pool = pool
         self._monotonic = monotonic
@@ -127,11 +141,24 @@ class OpenAICompatible:
             async with asyncio.timeout(self._sample_s):
                 probe = await self._probe()
         except TimeoutError:
-            return Probe(ready=False, detail=f"engine {self.name} gave no answer within {self._sample_s:g} s")
+            late = f"engine {self.name} gave no answer within {self._sample_s:g} s"
+            probe = Probe(ready=False, detail=late, unready=Unready.SILENT)
         except BackendError as error:
-            return Probe(ready=False, detail=str(error))
+            probe = Probe(ready=False, detail=str(error), unready=error.unready)
+        if not probe.ready:
+            self._facts = None  # whoever answers next may be another
         self.models = frozenset(card.id for card in probe.models) or self.models
         return probe
+
+    async def try_generation(self, within_s: float) -> str:
+        """Have it make one token; "" when it did. A server whose model makes none, but says so, passes as well."""
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._try_generation()
+        except TimeoutError:
+            return f"engine {self.name} made no token within {within_s:g} s"
+        except BackendError as error:
+            return str(error)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -148,11 +175,50 @@ class OpenAICompatible:
     async def _probe(self) -> Probe:
         """Health, then models, then version; the first that is not as it should be decides."""
         health = await self._get("/health")
-        cards = await self._model_cards()
-        version = await self._version()
         if not health.ok and health.status not in NO_SUCH_ROUTE:
-            return Probe(ready=False, models=cards, version=version, detail=self._refused(health))
-        return self._ready(cards, version)
+            return Probe(ready=False, detail=self._refused(health))
+        return self._ready(*await self._known_facts())
+
+    async def _known_facts(self) -> tuple[tuple[ModelCard, ...], str]:
+        """Models and version, as of at most FACTS_S ago: an engine is asked twice a second, and these stay."""
+        if self._facts is None or self._monotonic() - self._facts_s >= FACTS_S:
+            self._facts = await self._ask_facts()
+            self._facts_s = self._monotonic()
+        return self._facts
+
+    async def _ask_facts(self) -> tuple[tuple[ModelCard, ...], str]:
+        return await self._model_cards(), await self._version()
+
+    async def _try_generation(self) -> str:
+        cards, _ = await self._known_facts()
+        model = cards[0].id if cards else ""
+        for path, body in self._trials(model):
+            answer = await self._post(path, body)
+            if answer.status not in NOT_ASKED_SO:
+                return self._tried(answer)
+        return ""
+
+    def _trials(self, model: str) -> tuple[tuple[str, JsonObject], ...]:
+        """What to ask, in turn, until the model does that: one token of text, else an embedding."""
+        short = {"model": model, "max_tokens": 1, "temperature": 0}
+        return (
+            ("/v1/completions", {**short, "prompt": "1"}),
+            ("/v1/chat/completions", {**short, "messages": [{"role": "user", "content": "1"}]}),
+            ("/v1/embeddings", {"model": model, "input": "1"}),
+        )
+
+    def _tried(self, answer: Answer) -> str:
+        if not answer.ok:
+            return self._refused(answer)
+        said = answer.json if isinstance(answer.json, dict) else {}
+        choices = said.get("choices")
+        first = choices[0] if isinstance(choices, list) and choices else said
+        aborted = isinstance(first, dict) and first.get("finish_reason") in {"abort", "error"}
+        if "error" in said or aborted or not (choices or said.get("data") or said.get("generated_text") is not None):
+            return (
+                f"engine {self.name}: POST {answer.path} was answered without a token; is it shutting down or paused?"
+            )
+        return ""
 
     def _ready(self, cards: tuple[ModelCard, ...], version: str) -> Probe:
         detail = "" if cards else f"engine {self.name} lists no model: expected at least one; is it still loading?"
@@ -195,16 +261,30 @@ class OpenAICompatible:
         return {name: series for name, series in found.items() if series}
 
     async def _get(self, path: str) -> Answer:
+        return await self._fetch("GET", path)
+
+    async def _post(self, path: str, body: JsonObject) -> Answer:
+        headers = ((b"content-type", b"application/json"), (b"x-request-id", TRIAL_ID.encode()))
+        return await self._fetch("POST", path, headers, orjson.dumps(body), within_s=TRIAL_MAX_S)
+
+    async def _fetch(
+        self, method: str, path: str, headers: Headers = (), body: bytes = b"", *, within_s: float | None = None
+    ) -> Answer:
+        bound_s = self._sample_s if within_s is None else within_s
         try:
-            status, headers, body = await self._pool.fetch(b"GET", path.encode(), timeout_s=self._sample_s)
+            status, fields, said = await self._pool.fetch(
+                method.encode(), path.encode(), headers, body, timeout_s=bound_s
+            )
         except BackendError:
             raise
         except Exception as error:
-            raise BackendError(f"engine {self.name}: GET {path} failed: {type(error).__name__}: {error}") from error
-        return Answer(path, status, headers, body)
+            raise BackendError(
+                f"engine {self.name}: {method} {path} failed: {type(error).__name__}: {error}"
+            ) from error
+        return Answer(path, status, fields, said, method)
 
     def _refused(self, answer: Answer) -> str:
-        what = f"engine {self.name}: GET {answer.path} answered {answer.status}"
+        what = f"engine {self.name}: {answer.method} {answer.path} answered {answer.status}"
         if answer.status in {401, 403}:  # what it says may quote the key
             return f"{what}; check the engine's api_key"
         said = read_error(answer.body, answer.status).message

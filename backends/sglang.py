@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from backends.base import BackendError, Capabilities, Measured, Priority, Probe, Signal
+from backends.base import BackendError, Capabilities, Measured, ModelCard, Priority, Signal
 from backends.dialects.payload import count, text
 from backends.exposition import Series
 from backends.openai_compatible import OpenAICompatible
@@ -62,15 +62,14 @@ class SGLang(OpenAICompatible):
                 values[signal] = total(found[name][:1], name)
         return values
 
-    async def _probe(self) -> Probe:
-        probe = await super()._probe()
-        info: Mapping[str, object] = {}
+    async def _ask_facts(self) -> tuple[tuple[ModelCard, ...], str]:
+        cards, version = await super()._ask_facts()
         for path in _INFO_ROUTES:
             info = await self._ask_object(path)
             if info:
                 self._constants = _constants(info, path)
-                break
-        return Probe(probe.ready, probe.models, text(info.get("version")) or probe.version, probe.detail)
+                return cards, text(info.get("version")) or version
+        return cards, version
 
 
 def _constants(info: Mapping[str, object], path: str) -> dict[Signal, Measured]:

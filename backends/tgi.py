@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from backends.base import Capabilities, Measured, ModelCard, Probe, Signal
-from backends.dialects.payload import count, text
+from backends.dialects.payload import JsonObject, count, text
 from backends.exposition import Series
 from backends.openai_compatible import OpenAICompatible
 from backends.series import fullest, measured, total
@@ -73,11 +73,17 @@ class Tgi(OpenAICompatible):
         health = await self._get("/health")
         if not health.ok:
             return Probe(ready=False, detail=self._refused(health))
+        return self._ready(*await self._known_facts())
+
+    async def _ask_facts(self) -> tuple[tuple[ModelCard, ...], str]:
         info = await self._ask_object("/info")
         if not text(info.get("model_id")):
-            return self._ready(await self._model_cards(), text(info.get("version")))
+            return await self._model_cards(), text(info.get("version"))
         self._seats = _seats(info)
-        return self._ready((_card(info),), text(info.get("version")))
+        return (_card(info),), text(info.get("version"))
+
+    def _trials(self, _model: str) -> tuple[tuple[str, JsonObject], ...]:
+        return (("/generate", {"inputs": "1", "parameters": {"max_new_tokens": 1}}),)
 
 
 def _budget(found: Mapping[str, Series]) -> dict[Signal, Measured]:

@@ -35,9 +35,11 @@ from gateway.clock import PoolClock
 from gateway.control.catalogue import Catalogue
 from gateway.control.energy import EnergyBook, tell_costs
 from gateway.control.gpu_watch import GpuWatch, gpu_source_kind
+from gateway.control.health import HealthWatch
 from gateway.control.policy_store import PolicyStore
 from gateway.control.poller import Poller
 from gateway.control.roster import Engine, Roster
+from gateway.control.standing import Why
 from gateway.dispatch.ledger import Ledger
 from gateway.dispatch.member import Member
 from gateway.dispatch.service import Service
@@ -52,6 +54,8 @@ from gateway.instruments import (
     BODIES_HELD,
     CLOCK_ERROR,
     CONNECTIONS,
+    ENGINE_FALLS,
+    ENGINE_OUT,
     EVENTS_DROPPED,
     LEADER,
     LEADER_EPOCH,
@@ -79,6 +83,7 @@ POOL = "default"
 FIRST_POLL_S = 3.0
 LAG_EVERY_S = 0.5
 DECISIONS_KEPT = 64
+JUDGE_S = 0.25
 
 
 class Role(StrEnum):
@@ -221,6 +226,13 @@ class Gateway:
             on_heard=self._polled,
         )
         self.energy = EnergyBook(self.telemetry, clock=self._clock.now_s, kwh_price=settings.kwh_price)
+        self.health = HealthWatch(
+            self.roster,
+            failures=settings.health.failures,
+            silence_s=settings.health.silence_s,
+            vitals=self.dispatcher.vitals,
+            on_change=self._engine_changed,
+        )
         self.nvml = NvmlThread(self._clock.now_s)
         stack.callback(self.nvml.close)
         self.gpu_watch = GpuWatch(
@@ -274,6 +286,7 @@ class Gateway:
         runs["loop lag"] = self._watch_lag
         if self._role is not Role.WORKER:
             runs["poller"] = self.poller.run
+            runs["health"] = self._watch_health
             runs["gpu watch"] = self.gpu_watch.run
         if self._role is not Role.DECIDER:
             runs["idempotency"] = self.idempotent.run
@@ -383,6 +396,25 @@ class Gateway:
         self.telemetry.models_known(frozenset().union(*(one.models for one in self.roster)))
         self.dispatcher.wake_if_waiting()
 
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(JUDGE_S)
+            if self.presence.leads:
+                self.health.judge(pool_s=self._clock.pool_s(), now_s=self._clock.now_s())
+
+    def _engine_changed(self, engine: Engine, why: Why | None, detail: str, kept: bool) -> None:
+        """An engine left the rotation, returned, or had to stay for want of a better one."""
+        if why is None:
+            self._log.info("engine is back in rotation", engine=engine.name)
+            self.dispatcher.wake()
+        elif kept:
+            self._log.warning(
+                "engine stays in rotation: no other is better", engine=engine.name, why=why, detail=detail
+            )
+        else:
+            self._log.warning("engine is out of rotation", engine=engine.name, why=why, detail=detail)
+            self.telemetry.add(ENGINE_FALLS, 1, engine.name, why)
+
     async def _open_backend(self, engine: Engine) -> Backend | None:
         settings = engine.settings
         address = EngineAddress(
@@ -450,6 +482,8 @@ class Gateway:
             if self.presence.leads:
                 telemetry.engine_counts(view)
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
+            for why in Why:
+                telemetry.set(ENGINE_OUT, 1 if engine.standing.why is why else None, engine.name, why)
             telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self.gpu_watch.idle_power_w(engine))
             telemetry.set(PROFILE_DRIFT, self._drift(engine.name), engine.name)
         policy = self.store.current
@@ -520,6 +554,8 @@ class Gateway:
             "kind": engine.kind,
             "state": view.state,
             "detail": engine.detail,
+            "out_of_rotation": engine.standing.why,
+            "withheld": sorted(engine.withheld),
             "version": engine.version,
             "models": sorted(engine.models),
             "in_flight": dict(view.in_flight),

@@ -106,6 +106,9 @@ PREEMPTED = _requests.counter(
 PREEMPTED_TOKENS = _requests.counter(
     "headrace_preempted_tokens_total", "", "Output tokens seen of attempts given up so: waste.", "engine", "class"
 )
+RETRIES_WITHHELD = _requests.counter(
+    "headrace_retries_withheld_total", "", "Works not tried again since the budget of retries was used up.", "engine"
+)
 REQUEST_BATCH = _requests.histogram(
     "headrace_request_batch_size", SIZE_BUCKETS, "Sequences that one request asks for (prompts x n).", "class", unit=""
 )
@@ -233,6 +236,16 @@ DECISION_TIME = _decisions.histogram(
 
 _engines = Section("Engines")
 ENGINE_STATE = _engines.gauge("headrace_engine_state", "", "1 for the state that the engine is in.", "engine", "state")
+ENGINE_OUT = _engines.gauge(
+    "headrace_engine_out_of_rotation",
+    "",
+    "1 for the reason for which an engine is out of rotation.",
+    "engine",
+    "reason",
+)
+ENGINE_FALLS = _engines.counter(
+    "headrace_engine_falls_total", "", "Times that an engine left the rotation, by reason.", "engine", "reason"
+)
 ENGINE_KV = _engines.gauge(
     "headrace_engine_kv_used_ratio", "ratio", "KV cache in use, 0 to 1, as the engine says; absent: unknown.", "engine"
 )

@@ -92,6 +92,18 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """When an engine leaves the rotation (gateway.control.health).
+
+    failures    answers in a row that broke
+    silence_s   its streams wait and none moves for so long; longer than an engine's preemption gap
+    """
+
+    failures: int = 5
+    silence_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
 class RecorderSettings:
     """The log of traffic (gateway.recorder).
 
@@ -153,6 +165,7 @@ class Settings:
     poll_s: float = 0.5
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
+    health: HealthSettings = HealthSettings()
     recorder: RecorderSettings = RecorderSettings()
     traces: TracesSettings = TracesSettings()
     log_format: str = "auto"

@@ -34,7 +34,16 @@ from gateway.addresses import (
 )
 from gateway.logs import FORMATS, LEVELS
 from gateway.queue.store_url import StoreUrlError, parse_store_url, shown
-from gateway.settings import EngineSettings, GpuSettings, Limits, RecorderSettings, Settings, Timeouts, TracesSettings
+from gateway.settings import (
+    EngineSettings,
+    GpuSettings,
+    HealthSettings,
+    Limits,
+    RecorderSettings,
+    Settings,
+    Timeouts,
+    TracesSettings,
+)
 from policies.yaml_source import Finding, load
 
 WORKERS_MAX = 256
@@ -126,7 +135,7 @@ def read_file(path: Path, environ: Mapping[str, str]) -> Settings:
         values["engines"] = tuple(_engine(entry, environ, path.parent) for entry in document.engines)
     if values.get("redis_url") is not None:
         values["redis_url"] = cast("SecretStr", values["redis_url"]).get_secret_value()
-    for name, section in (("timeouts", Timeouts), ("limits", Limits)):
+    for name, section in (("timeouts", Timeouts), ("limits", Limits), ("health", HealthSettings)):
         if name in values:
             values[name] = section(**cast("BaseModel", values[name]).model_dump())
     if "recorder" in values:
@@ -282,7 +291,7 @@ def _exporter_url(text: str) -> str:
     return normalise_url(text.strip().rstrip("/").removesuffix("/metrics"), what="gpu url")
 
 
-def _section(name: str, settings: type[Timeouts | Limits]) -> type[BaseModel]:
+def _section(name: str, settings: type[Timeouts | Limits | HealthSettings]) -> type[BaseModel]:
     fields: dict[str, Any] = {
         field.name: (Positive if isinstance(field.default, float) else PositiveInt, field.default)
         for field in dataclasses.fields(settings)
@@ -323,6 +332,7 @@ class EngineEntry(BaseModel):
 
 TimeoutsSection = _section("TimeoutsSection", Timeouts)
 LimitsSection = _section("LimitsSection", Limits)
+HealthSection = _section("HealthSection", HealthSettings)
 
 
 class RecorderSection(BaseModel):
@@ -381,6 +391,7 @@ class SettingsDocument(BaseModel):
     poll_s: Positive = 0.5
     timeouts: TimeoutsSection = TimeoutsSection()  # type: ignore[valid-type]
     limits: LimitsSection = LimitsSection()  # type: ignore[valid-type]
+    health: HealthSection = HealthSection()  # type: ignore[valid-type]
     recorder: RecorderSection = RecorderSection()
     traces: TracesSection = TracesSection()
     log_format: Literal["auto", "json", "human"] = "auto"

@@ -122,7 +122,10 @@ class Herald:
             self._epoch = epoch
             self._publish_due_s = -math.inf
         now_s = self._clock.now_s()
-        engines = [(engine.kind, engine.state, engine.models) for engine in self._roster]
+        engines = [
+            (engine.kind, engine.state, engine.models, engine.withheld, engine.standing.why, engine.gone)
+            for engine in self._roster
+        ]
         if engines == self._engines_told and now_s < self._publish_due_s:
             return
         version = max(self._version + 1, self._presence.now_ms())
@@ -166,6 +169,10 @@ class Herald:
         engine.version = str(told["version"])
         engine.detail = str(told["detail"])
         engine.state = EngineState(told["state"])
+        engine.reach = EngineState(told.get("reach", told["state"]))
+        engine.gone = bool(told.get("gone"))
+        engine.withheld = frozenset(told.get("withheld", ()))
+        engine.standing.adopt(told.get("why", ""), unproved=bool(told.get("unproved")))
         values = {
             Signal(name): Measured(value, source)
             for name, (value, source) in told["sample"].items()
@@ -182,6 +189,11 @@ def _told(engine: Engine, now_s: float) -> dict[str, object]:
         "name": engine.name,
         "kind": engine.kind,
         "state": engine.state.value,
+        "reach": engine.reach.value,
+        "gone": engine.gone,
+        "withheld": sorted(engine.withheld),
+        "why": "" if engine.standing.why is None else engine.standing.why.value,
+        "unproved": engine.standing.unproved,
         "detail": engine.detail,
         "version": engine.version,
         "cards": [{"id": card.id, "raw": card.raw, "max_model_len": card.max_model_len} for card in engine.cards],

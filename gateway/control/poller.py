@@ -3,6 +3,9 @@
 A poll is a probe (does it serve, which models) and a sample (its metrics). Each is bounded by the adapter; a sample that
 fails leaves the last one to age, since unknown is not zero and a late scrape is not a dead engine (MET-04). While an
 engine's kind is unknown each poll tries to find it out.
+
+An engine that was down, or is out of rotation, is tried out when its time has come (`gateway.control.standing`): it has to
+make a token, since pages say 200 before a model is loaded, while it is paused, and after its engine died.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from backends.base import UNSEEN, Backend, BackendError
 from gateway.clock import Clock
 from gateway.control.roster import Engine, Roster
 from policies.vocabulary import EngineState
+
+TRIAL_S = 10.0
+"""Bound on the one token of a trial. Nothing else is polled of that engine meanwhile; it has no work from us."""
 
 Opener = Callable[[Engine], Awaitable[Backend | None]]
 """Makes the engine's backend, detecting its kind if need be; None while nobody answers."""
@@ -75,12 +81,18 @@ class Poller:
         probe = await engine.backend.probe()
         if probe.ready and was_down and engine.settings.kind == "auto":
             await self._recognise(engine)
-        engine.heard(probe, self._clock.now_s())
-        if probe.ready:
+        if probe.ready and engine.standing.trial_due_s <= self._clock.now_s():
+            problem = await engine.backend.try_generation(TRIAL_S)
+            engine.standing.tried(problem, pool_s=self._clock.pool_s(), now_s=self._clock.now_s())
+        unsampled = ""
+        if probe.ready:  # sampled before it is up, so that nobody judges its room by what it said before an outage
             try:
-                engine.sample = await engine.backend.sample()
+                engine.sampled(await engine.backend.sample(), self._clock.now_s())
             except BackendError as error:
-                engine.detail = str(error)
+                unsampled = str(error)
+        engine.heard(probe, self._clock.now_s())
+        if unsampled:
+            engine.detail = unsampled
         self._on_heard(engine)
 
     async def _recognise(self, engine: Engine) -> None:

@@ -5,7 +5,9 @@ ledger counts into the one `EngineView` that policies read. Two writers, each of
 it hears, the dispatcher's ledger what we sent; real traffic may only report a failed or a successful call.
 
 State: STARTING until the first probe succeeds; DOWN after a refused connection or two failed probes in a row, unless
-real traffic has succeeded since (a busy engine answers its health check late: FAI-08); UP again by a probe.
+real traffic has succeeded since; a probe that is merely not answered in time leaves it to `gateway.control.health` (a busy
+engine answers its health page late: FAI-08). UP again by a probe, once it has made a token. An engine that is up may be
+out of rotation all the same: then the models that others have are withheld, and with none left it is DOWN or DRAINING.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from backends.base import UNSEEN, Backend, Measured, ModelCard, Probe, Sample, Signal
+from backends.base import UNSEEN, Backend, Measured, ModelCard, Probe, Sample, Signal, Unready
 from backends.gpu.base import GPU_UNSEEN, GpuSample
+from gateway.control.pulse import Pulse
+from gateway.control.standing import Standing, Why
 from gateway.dispatch.ledger import EngineLedger
 from gateway.settings import EngineSettings
 from policies.vocabulary import UNKNOWN, EngineState, EngineView, Quality, Reading
@@ -26,24 +30,38 @@ GPU_POLL_S = 1.0
 GPU_SHOWN_S = 15.0
 """A GPU sample is shown to people for so long: three times the leader's publishing, so that followers show it too."""
 FAILED_PROBES_TO_DOWN = 2
+_COUNTERS = (Signal.GENERATION_TOKENS_TOTAL, Signal.PROMPT_TOKENS_TOTAL)
 
 
 @dataclass(slots=True)
 class Engine:
-    """One engine. `backend` is None until its kind is known."""
+    """One engine. `backend` is None until its kind is known.
+
+    reach      what its pages say: STARTING, UP or DOWN; `state` is that and its standing together
+    gone       nothing listens at its address: what waits there waits in vain
+    withheld   of its models, those that it gets no work for because others in rotation have them
+    pulse      what this process's own calls to it say
+    """
 
     settings: EngineSettings
     ledger: EngineLedger
     poll_s: float
     backend: Backend | None = None
     state: EngineState = EngineState.STARTING
+    reach: EngineState = EngineState.STARTING
+    gone: bool = False
     detail: str = "not probed yet"
     version: str = ""
     cards: tuple[ModelCard, ...] = ()
     models: frozenset[str] = frozenset()
+    withheld: frozenset[str] = frozenset()
+    standing: Standing = field(default_factory=Standing)
+    pulse: Pulse = field(default_factory=Pulse)
     sample: Sample = UNSEEN
+    counted_s: float = -math.inf
     gpu: GpuSample = GPU_UNSEEN
     failed_probes: int = 0
+    silent_probes: int = 0
     draining: bool = False
     last_success_s: float = -math.inf
     _view: EngineView | None = field(default=None, repr=False)
@@ -57,32 +75,85 @@ class Engine:
     def kind(self) -> str:
         return self.settings.kind if self.backend is None else self.backend.kind
 
+    @property
+    def reachable(self) -> bool:
+        """Its pages say that it serves."""
+        return self.reach is EngineState.UP
+
+    @property
+    def offered(self) -> frozenset[str]:
+        """The models that it may get work for."""
+        return self.models - self.withheld
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Its page has a counter that moves while it works."""
+        return any(self.sample.value(counter) is not None for counter in _COUNTERS)
+
     def heard(self, probe: Probe, now_s: float) -> None:
         """Take a probe's answer."""
         if probe.ready:
-            self.failed_probes = 0
-            self.state = EngineState.DRAINING if self.draining else EngineState.UP
-            self.detail = ""
+            self.failed_probes = self.silent_probes = 0
+            self.gone = False
             self.version = probe.version
             self.cards = probe.models
             self.models = frozenset(card.id for card in probe.models)
+            self.detail = self.standing.detail
+            if not self.standing.unproved:
+                self.reach = EngineState.UP
+            self.settle()
             return
-        self.failed_probes += 1
         self.detail = probe.detail
+        if probe.unready is Unready.SILENT:
+            self.silent_probes += 1
+            return
+        self.silent_probes = 0
+        self.failed_probes += 1
         recently_served = now_s - self.last_success_s < 2 * FAILED_PROBES_TO_DOWN * self.poll_s
-        if (
-            self.failed_probes >= FAILED_PROBES_TO_DOWN
-            and not recently_served
-            and self.state is not EngineState.STARTING
-        ):
-            self.state = EngineState.DOWN
+        if self.failed_probes >= FAILED_PROBES_TO_DOWN and not recently_served:
+            self.lost(probe.detail, now_s, gone=probe.unready is Unready.REFUSED)
 
-    def refused(self, detail: str) -> None:
+    def refused(self, detail: str, now_s: float) -> None:
         """Nothing listens at the engine's address any more: no need to wait for a second sign."""
-        self.detail = detail
         self.failed_probes = FAILED_PROBES_TO_DOWN
-        if self.state is not EngineState.STARTING:
-            self.state = EngineState.DOWN
+        self.lost(detail, now_s, gone=True)
+
+    def lost(self, detail: str, now_s: float, *, gone: bool = False) -> None:
+        """It is down."""
+        self.detail = detail
+        if self.reach is not EngineState.STARTING:
+            self.reach = EngineState.DOWN
+            self.gone = gone
+            self.standing.lost(now_s)
+        self.settle()
+
+    def sampled(self, sample: Sample, now_s: float) -> None:
+        """Take a sample, and note when its counters last moved."""
+        for counter in _COUNTERS:
+            if sample.value(counter) != self.sample.value(counter):
+                self.counted_s = now_s
+        self.sample = sample
+
+    def withhold(self, models: frozenset[str]) -> None:
+        """Get no work for these models from now on."""
+        self.withheld = models
+        self.settle()
+
+    def drain(self) -> None:
+        """No new work, whatever it says of itself: its machine will be taken."""
+        self.draining = True
+        self.settle()
+
+    def settle(self) -> None:
+        """Make `state` what reach and standing say together."""
+        if self.reach is not EngineState.UP:
+            self.state = self.reach
+        elif self.draining:
+            self.state = EngineState.DRAINING
+        elif self.offered or self.standing.why is None:
+            self.state = EngineState.UP
+        else:
+            self.state = EngineState.DRAINING if self.standing.why is Why.DRAINING else EngineState.DOWN
 
     def served(self, now_s: float) -> None:
         """A real call ended well."""
@@ -93,7 +164,7 @@ class Engine:
 
         now_s is monotonic. Ages are as of the last rebuild, which the control tick forces.
         """
-        key = (self.ledger.version, self.sample.taken_s, self.gpu.taken_s, self.state, self.models)
+        key = (self.ledger.version, self.sample.taken_s, self.gpu.taken_s, self.state, self.models, self.withheld)
         if self._view is None or key != self._view_key:
             self._view = self._build_view(now_s)
             self._view_key = key
@@ -111,7 +182,7 @@ class Engine:
         return EngineView(
             name=self.settings.name,
             state=self.state,
-            models=self.models,
+            models=self.offered,
             in_flight=dict(ledger.in_flight),
             extra_sequences=dict(ledger.extra_sequences),
             kv_tokens=ledger.kv_tokens,
@@ -189,7 +260,7 @@ class Roster:
             engine
             for engine in self._engines.values()
             if engine.state is EngineState.UP
-            and model in engine.models
+            and model in engine.offered
             and engine.backend is not None
             and engine.backend.speaks(path)
         ]

@@ -27,12 +27,12 @@ from typing import Protocol
 from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
 from gateway.control.presence import Presence
-from gateway.control.roster import Roster
+from gateway.control.roster import Engine, Roster
 from gateway.dispatch.credit import CreditBook
 from gateway.dispatch.journal import Journal
 from gateway.dispatch.ledger import Ledger, Progress
 from gateway.dispatch.steward import Hearing, Steward
-from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport
+from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport, Vitals
 from policies.dispatching import Placement, place_one, plan_round
 from policies.estimators.alone import Alone
 from policies.estimators.pace import Pace
@@ -210,9 +210,14 @@ class Dispatcher:
         """What this process runs, as its session reports it; grants_seq: the last grant that was taken up."""
         epoch = 0 if self._presence.epoch or self._presence.sole else self._credit.epoch
         events = self._journal.to_tell(epoch, self._presence.now_ms())
+        vitals = {engine.name: engine.pulse.vitals(self._clock) for engine in self._roster}
         running = self._ledger.running_here()
         self._credit.reporting(running, self._clock.now_s())
-        return SessionReport(running, dict(self._credit.started), grants_seq, events=events)
+        return SessionReport(running, dict(self._credit.started), grants_seq, vitals, events=events)
+
+    def vitals(self, engine: Engine) -> dict[object, Vitals]:
+        """What calls to an engine say of it, by process; this one's under None."""
+        return {None: engine.pulse.vitals(self._clock), **self._steward.vitals(engine.name)}
 
     def renewed(self) -> None:
         """The last report has arrived."""

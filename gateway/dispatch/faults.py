@@ -16,6 +16,7 @@ import orjson
 
 from backends.base import CallFailure, FailureKind
 from backends.dialects import EngineError
+from gateway.control.pulse import Blame
 from gateway.errors import Dialect, Refusal
 from policies.vocabulary import Result
 
@@ -164,6 +165,26 @@ def engine_answered(
     verbatim = body if _speaks(body, content_type, dialect) else None
     result = Result.CLIENT_ERROR if client_error else Result.ENGINE_FAILED
     return Fault(refusal, result, elsewhere=not client_error, body=verbatim, content_type=content_type)
+
+
+def blame(fault: Fault | None) -> Blame:
+    """What the end of an attempt says of its engine.
+
+    A proper refusal of a bad request is as good as an answer (FAI-04). A full engine works. Past total_s it is our bound,
+    or the request's length, that ended it.
+    """
+    if fault is None or fault.result is Result.CLIENT_ERROR:
+        return Blame.SERVED
+    reason = fault.refusal.reason
+    if _SHUTTING_DOWN in fault.refusal.message:
+        return Blame.DRAINING
+    if fault.requeue or "overloaded" in reason or reason == "total":
+        return Blame.NEITHER
+    return Blame.FAILED
+
+
+_SHUTTING_DOWN = "after shutdown"
+"""How vLLM refuses new work while it drains, with a 500 and under a health page that says 200."""
 
 
 def unasked_coding(coding: str, engine: str) -> Fault:

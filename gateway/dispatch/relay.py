@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
 
-from backends.base import Call, CallFailure, Headers
+from backends.base import Call, CallFailure, FailureKind, Headers
 from backends.dialects import Remark, StreamReader, open_reader, read_error, read_reply
 from backends.sse import EventSplitter, is_idle
 from gateway.clock import Clock
@@ -45,6 +45,9 @@ HELD_STREAM_BYTES = 64 * 1024
 HELD_REPLY_BYTES = 1024 * 1024
 HELD_ERROR_BYTES = 256 * 1024
 RETRY_AFTER_MAX_S = 86_400.0
+GONE_S = 3.0
+"""How long an attempt is still waited for when nothing listens at its engine any more. vLLM that is told to stop may leave
+its streams open and say nothing for as long as anybody waits; an engine that drains goes on sending."""
 FRAMING_END_S = 2.0
 """How long a stream that is complete waits for its framing to end, so that the engine's connection can be kept."""
 RESPONSE_ID_MAX_BYTES = 256
@@ -79,6 +82,10 @@ class _Mode(Enum):
     ERROR = auto()
 
 
+def _here() -> bool:
+    return False
+
+
 class Relay:
     """See the module header. `done` resolves once; after that no callback has an effect."""
 
@@ -89,6 +96,7 @@ class Relay:
         "_engine",
         "_engine_ttft_s",
         "_exchange",
+        "_gone",
         "_headers",
         "_heard",
         "_held",
@@ -101,13 +109,14 @@ class Relay:
         "_reply",
         "_response_id",
         "_seam",
-        "_sent_s",
         "_splitter",
         "_status",
         "_strip_usage",
         "_timeouts",
         "done",
         "output_tokens",
+        "sent_s",
+        "streams",
     )
 
     def __init__(
@@ -121,10 +130,12 @@ class Relay:
         strip_usage: bool,
         on_first_token: Callable[[float], None],
         on_gap: Callable[[float], None] | None = None,
+        gone: Callable[[], bool] = _here,
     ) -> None:
         """strip_usage: we asked for the usage event, the client did not. on_first_token takes engine_ttft_s.
 
         on_gap: told each time in seconds between two reads that brought tokens.
+        gone: whether nothing listens at the engine's address any more.
         """
         self._exchange = exchange
         self._reply = reply
@@ -134,6 +145,8 @@ class Relay:
         self._strip_usage = strip_usage
         self._on_first_token = on_first_token
         self._on_gap = on_gap or _unheard
+        self._gone = gone
+        self.streams = exchange.facts.stream
         self._call: Call | None = None
         self._mode = _Mode.HEAD
         self._status = 0
@@ -147,7 +160,7 @@ class Relay:
         self._seam = b""
         self._splitter = EventSplitter()
         self._reader: StreamReader | None = None
-        self._sent_s = self._last_byte_s = clock.now_s()
+        self.sent_s = self._last_byte_s = clock.now_s()
         self.output_tokens = 0
         self.done: asyncio.Future[AttemptEnd] = asyncio.get_running_loop().create_future()
 
@@ -167,6 +180,11 @@ class Relay:
         """Give the attempt up for somebody who is in a greater hurry."""
         if self.recallable:
             self._end(preempted(self._engine))
+
+    @property
+    def moved_s(self) -> float | None:
+        """See `gateway.control.pulse.Heard`."""
+        return self._last_byte_s if self._heard else None
 
     def attach(self, call: Call) -> None:
         """The call under way, to be paused with the client and aborted with the attempt."""
@@ -249,8 +267,11 @@ class Relay:
             self._end(timed_out("total_s", timeouts.total_s, self._engine))
         elif self._reply.paused:
             self._last_byte_s = now_s
+        elif now_s - self._last_byte_s > GONE_S and self._gone() and not self.answered:
+            detail = "nothing listens at its address any more, and its answer stands still"
+            self._end(call_failed(CallFailure(FailureKind.CLOSED, detail, True, self._heard), self._engine))
         elif not self._heard:
-            if now_s - self._sent_s > timeouts.first_byte_s:
+            if now_s - self.sent_s > timeouts.first_byte_s:
                 self._end(timed_out("first_byte_s", timeouts.first_byte_s, self._engine))
         elif self.answered:
             if now_s - self._last_byte_s > FRAMING_END_S:
@@ -328,7 +349,7 @@ class Relay:
 
     def _first_token(self) -> None:
         if self._engine_ttft_s is None:
-            self._engine_ttft_s = self._clock.now_s() - self._sent_s
+            self._engine_ttft_s = self._clock.now_s() - self.sent_s
             self._on_first_token(self._engine_ttft_s)
 
     def _commit_stream(self) -> None:

@@ -20,22 +20,24 @@ from dataclasses import dataclass, replace
 from backends.base import Backend, EngineRequest, Headers, Priority
 from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
+from gateway.control.pulse import Blame
 from gateway.control.roster import Roster
 from gateway.dispatch import refusals
 from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
 from gateway.dispatch.capacity import Capacity
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.faults import Fault
+from gateway.dispatch.faults import Fault, blame
 from gateway.dispatch.flow import Flow
 from gateway.dispatch.owner import NO_BOUND, Owner, QueueFull, TooLate
 from gateway.dispatch.relay import AttemptEnd, Relay
 from gateway.dispatch.reply import Outlet, Reply
+from gateway.dispatch.retries import RetryBudget
 from gateway.dispatch.watchdog import Watchdog
 from gateway.errors import Refusal
 from gateway.exchange import Exchange
 from gateway.ingress.body_edits import edited
-from gateway.instruments import ITL, REQUEST_PARTS
+from gateway.instruments import ITL, REQUEST_PARTS, RETRIES_WITHHELD
 from gateway.logs import Log
 from gateway.observe.tracing import Trace, Tracer, read_traceparent
 from gateway.queue.base import QueueUnavailable
@@ -125,6 +127,7 @@ class Service:
         self._ids = (f"{work_ids}-{number:x}" for number in itertools.count(1))
         self._affinity = Affinity()
         self._flow = Flow()
+        self._retries = RetryBudget(clock.now_s())
         # A client may use one request id for several requests, and engines make their own ids from it: the second one
         # in flight, or the second attempt, needs another.
         self._request_ids: Counter[str] = Counter()
@@ -340,6 +343,7 @@ class Service:
                 or not fault.elsewhere
                 or course.attempts - course.preempted >= MAX_ATTEMPTS
                 or not self._somebody_serves(again)
+                or not self._may_retry(grant.engine, fault)
             ):
                 course.result, course.reason = fault.result, fault.refusal.reason
                 if not end.committed:
@@ -351,6 +355,13 @@ class Service:
             course.work = again
             if not fault.requeue:
                 self._telemetry.retry(grant.engine, fault.refusal.reason)
+
+    def _may_retry(self, engine: str, fault: Fault) -> bool:
+        """Whether the budget has one more second attempt. One that cost no engine anything, or was our doing, needs none."""
+        if fault.requeue or fault.refusal.reason == "connect_refused" or self._retries.take(self._clock.now_s()):
+            return True
+        self._telemetry.add(RETRIES_WITHHELD, 1, engine)
+        return False
 
     async def _wait(self, exchange: Exchange, course: _Course, policy: Policy) -> Grant | None:
         """Wait in the queue for a grant, as long as the class, the client and the kind of answer allow.
@@ -441,6 +452,8 @@ class Service:
         backend = engine.backend
         assert backend is not None, "only engines with a backend are ever UP"
         course.attempts += 1
+        if course.attempts == 1:
+            self._retries.attempted()
         self._telemetry.attempt(grant.engine, work.class_name)
         strip_usage = _asks_usage(exchange, backend)
         relay = Relay(
@@ -452,18 +465,22 @@ class Service:
             strip_usage=strip_usage,
             on_first_token=lambda ttft_s: self._dispatcher.first_token(work, grant, ttft_s),
             on_gap=self._telemetry.keep(ITL, grant.engine, work.class_name).observe,
+            gone=lambda: engine.gone,
         )
         course.relay = relay
         self._dispatcher.attach(grant, relay)
         _set_header(exchange, "x-headrace-engine", grant.engine)
         self._watchdog.add(relay)
+        engine.pulse.began(relay)
         try:
             request = self._request(exchange, work, backend, strip_usage=strip_usage)
             if course.trace is not None:
                 request = replace(request, headers=course.trace.sent(request.headers, self._clock.now_s()))
             relay.attach(backend.call(request, relay))
             end = await relay.done
+            engine.pulse.ended(relay, blame(end.fault))
         finally:
+            engine.pulse.ended(relay, Blame.NEITHER)
             self._watchdog.discard(relay)
             relay.close()
         if course.trace is not None:
@@ -474,7 +491,7 @@ class Service:
         if end.fault is None:
             engine.served(self._clock.now_s())
         elif end.fault.refusal.reason == "connect_refused":
-            engine.refused(end.fault.refusal.message)
+            engine.refused(end.fault.refusal.message, self._clock.now_s())
         if end.response_id:
             self._affinity.keep(end.response_id, grant.engine)
         return end

@@ -29,7 +29,7 @@ from gateway.control.roster import Roster
 from gateway.dispatch.credit import NOTHING, RESERVED_S, share_left
 from gateway.dispatch.elsewhere import Elsewhere, Key, News
 from gateway.dispatch.ledger import Entry, Ledger
-from gateway.queue.base import Credit, InFlight, Place, Queue, QueueUnavailable, Session, SessionReport
+from gateway.queue.base import Credit, InFlight, Place, Queue, QueueUnavailable, Session, SessionReport, Vitals
 from policies.credit import FLOORS, Allowance, allot, creditable, homes, room, typical
 from policies.sizing import Running, SizingPolicy
 from policies.vocabulary import EngineState, EngineView, Work
@@ -129,6 +129,14 @@ class Steward:
     def alone(self) -> bool:
         """No other session has been heard of: there is nobody to count."""
         return not self._lost and all(session == self._presence.session for session in self._others)
+
+    def vitals(self, engine: str) -> dict[object, Vitals]:
+        """What the calls of other processes say of an engine, by session, as they last reported."""
+        return {
+            session: other.report.vitals[engine]
+            for session, other in self._others.items()
+            if session != self._presence.session and engine in other.report.vitals
+        }
 
     async def take_over(self) -> list[Work]:
         """Begin an epoch: count what predecessors granted and allowed; `hear` then replaces it by what is reported.

@@ -92,6 +92,22 @@ Place = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Vitals:
+    """What one process's own calls to an engine say of it (`gateway.control.pulse`). Counters only grow.
+
+    served, failed, draining   calls that ended well, broke, or were refused by an engine that is shutting down
+    moved_ms                   pool time at which something of an answer last came; 0 for never
+    waiting_ms                 pool time at which the oldest stream that is still under way was sent; 0 for none
+    """
+
+    served: int = 0
+    failed: int = 0
+    draining: int = 0
+    moved_ms: int = 0
+    waiting_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Began:
     """An attempt was sent to an engine, or runs there since before the leader in force or the session began.
 
@@ -151,6 +167,7 @@ class SessionReport:
     in_flight    sums of the attempts it runs now, by place
     started      attempts and their tokens that it ever started on credit, by place; only grows (see Credit)
     grants_seq   grants up to this one are inside in_flight, or have ended, or will never be started
+    vitals       what its calls say of each engine
     renewed_ms   pool time of the renewal that told it; filled in by `Queue.hear`, ignored by `renew_session`
     serves       it takes requests: it can use credit and a share
     events       what happened since the last renewal that was answered. Unlike the rest they are not replaced by the next
@@ -160,6 +177,7 @@ class SessionReport:
     in_flight: Mapping[Place, InFlight] = field(default_factory=dict)
     started: Mapping[Place, InFlight] = field(default_factory=dict)
     grants_seq: int = 0
+    vitals: Mapping[str, Vitals] = field(default_factory=dict)
     renewed_ms: int = 0
     serves: bool = True
     events: tuple[Told, ...] = ()

@@ -139,7 +139,13 @@ class MemoryQueue:
         registered = self._registered.get(session.id) == session.epoch
         self._registered[session.id] = session.epoch
         known = self._sessions.get(owner)
-        kept = SessionReport(dict(report.in_flight), dict(report.started), report.grants_seq, serves=report.serves)
+        kept = SessionReport(
+            dict(report.in_flight),
+            dict(report.started),
+            report.grants_seq,
+            dict(report.vitals),
+            serves=report.serves,
+        )
         if known is None:
             if registered:
                 return None

@@ -9,6 +9,7 @@ that what N+1 wrote is still there when N hands the work on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,10 +27,12 @@ from gateway.queue.base import (
     Place,
     SessionReport,
     Told,
+    Vitals,
 )
 from gateway.queue.keys import encoded, rank_of, session_from
 from policies.vocabulary import BodyAt, Grant, Outcome, Result, Work
 
+_VITALS = attrgetter("served", "failed", "draining", "moved_ms", "waiting_ms")
 BODY_LETTERS = {BodyAt.OWNER: "o", BodyAt.BLOB: "b"}
 
 
@@ -116,6 +119,7 @@ def pack_report(report: SessionReport) -> bytes:
         "in_flight": _rows(report.in_flight),
         "started": _rows(report.started),
         "grants_seq": report.grants_seq,
+        "vitals": [[engine, *_VITALS(one)] for engine, one in report.vitals.items()],
     }
     if not report.serves:
         fields["serves"] = False
@@ -129,6 +133,7 @@ def unpack_report(text: bytes) -> SessionReport:
         _sums(fields.get("in_flight", ())),
         _sums(fields.get("started", ())),
         fields.get("grants_seq", 0),
+        {engine: Vitals(*counts[:5]) for engine, *counts in fields.get("vitals", ())},
         serves=fields.get("serves", True),
     )
 

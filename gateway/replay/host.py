@@ -219,6 +219,11 @@ class EngineHost:
         card = ModelCard(MODEL, {"id": MODEL}, self.scheduler.limits.max_model_len)
         return Probe(ready=True, models=(card,), version="virtual")
 
+    async def try_generation(self, within_s: float) -> str:
+        """It makes tokens whenever it is up; the one for a trial is not worth a step."""
+        del within_s
+        return "" if self.up else "connection refused"
+
     async def sample(self) -> Sample:
         since_s = self._loop.time() - self._origin_s
         if self.spec.silent_s is not None and self.spec.silent_s[0] <= since_s < self.spec.silent_s[1]:

@@ -223,8 +223,7 @@ class World:
     def _notice(self, engine: str) -> None:
         """The cloud has said that it will take the machine: nothing new goes there."""
         for replica in self.replicas:
-            replica.roster[engine].draining = True
-            replica.roster[engine].state = EngineState.DRAINING
+            replica.roster[engine].drain()
 
     def _foreign(self, engine: str, request: Request, number: int) -> None:
         self.hosts[engine].send(_sequence(f"foreign-{number}", request), _ignore, _ignore)
@@ -398,7 +397,7 @@ class World:
             self._settle(course, Result.COMPLETED, "")
             return
         replica = course.replica
-        replica.roster[grant.engine].refused("connection refused")
+        replica.roster[grant.engine].refused("connection refused", self.loop.time())
         again = replace(
             course.work, attempt=course.work.attempt + 1, avoid=course.work.avoid | {grant.engine}, pinned_engine=None
         )

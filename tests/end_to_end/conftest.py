@@ -21,6 +21,7 @@ from tests.gateway.ingress.raw_client import Answer, RawClient
 
 SHORT_TIMEOUTS = """\
 poll_s: 0.2
+health: {failures: 100000, silence_s: 100000}  # engines that a test breaks stay where they are for the next one
 timeouts:
   connect_s: 1
   first_byte_s: 3

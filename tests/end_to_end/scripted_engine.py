@@ -2,12 +2,13 @@
 
 `engine.play = script` sets what the next requests get; a script is a coroutine that is given the request and the
 connection and writes raw bytes, so that it can cut, freeze, reset or lie at any byte. What arrived is in
-`engine.requests`.
+`engine.requests`, and what the gateway asked by itself to try the engine out in `engine.trials`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +17,8 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import orjson
+
+from backends.openai_compatible import TRIAL_ID
 
 MODEL = "m-fake"
 SSE = "text/event-stream; charset=utf-8"
@@ -188,15 +191,18 @@ class ScriptedEngine:
     models: list[str] = field(default_factory=lambda: [MODEL])
     metrics: str = _METRICS.replace("MODEL", MODEL)
     health: int = 200
+    page_delay_s: float = 0.0
     port: int = 0
     host: str = "127.0.0.1"
     prefix: str = ""
     requests: list[Asked] = field(default_factory=list)
+    trials: list[Asked] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
     active: int = 0
     most_active: int = 0
     aborted: int = 0
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
+    _closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
@@ -210,6 +216,7 @@ class ScriptedEngine:
     async def __aexit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        self._closing.set()
         self._server.close()
         for writer in list(self._open):
             writer.transport.abort()
@@ -233,7 +240,18 @@ class ScriptedEngine:
             self._open.discard(writer)
             writer.close()
 
+    def stop_listening(self) -> None:
+        """Refuse new connections, and close those that carry no generation, as a server does that was told to stop."""
+        self._server.close()
+        busy = {wire._writer for wire in self.wires}
+        for writer in self._open - busy:
+            writer.transport.abort()
+
     async def _probe(self, path: str, wire: Wire) -> None:
+        if self.page_delay_s:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.page_delay_s):
+                    await self._closing.wait()
         if path == "/metrics":
             await wire.reply(200, self.metrics.encode(), content_type="text/plain; version=0.0.4")
         elif path == "/v1/models":
@@ -247,7 +265,8 @@ class ScriptedEngine:
             await wire.reply(404, {"detail": "Not Found"})
 
     async def _generate(self, asked: Asked, wire: Wire, reader: asyncio.StreamReader) -> None:
-        self.requests.append(asked)
+        trial = asked.one("x-request-id") == TRIAL_ID
+        (self.trials if trial else self.requests).append(asked)
         self.wires.append(wire)
         self.active += 1
         self.most_active = max(self.most_active, self.active)
@@ -257,7 +276,7 @@ class ScriptedEngine:
             await asyncio.wait({playing, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not playing.done():
                 wire.gone.set()
-                self.aborted += 1
+                self.aborted += not trial
                 playing.cancel()
                 raise ConnectionResetError
             await playing

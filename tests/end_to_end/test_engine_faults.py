@@ -354,3 +354,148 @@ async def test_the_gateway_listens_on_ipv6(stage: Stage, tmp_path: Path) -> None
         await process.wait()
 
     assert (listed.status_code, ready.status_code) == (200, 200)
+
+
+# -- engines whose pages say 200 while nothing moves (FAI-07, FAI-08, FAI-09, FAI-15) -----------------------------------
+
+IN_SECONDS = "poll_s: 0.2\ntimeouts: {connect_s: 1, first_byte_s: 30, inter_token_s: 30}\nhealth: {silence_s: 1.5}\n"
+
+
+async def never(_asked: Asked, wire: Wire) -> None:
+    """Accepts a prompt and never answers."""
+    await wire.gone.wait()
+
+
+async def out_of_rotation(gateway: GatewayProcess, name: str) -> str | None:
+    (engine,) = [engine for engine in (await gateway.status())["engines"] if engine["name"] == name]
+    found: str | None = engine["out_of_rotation"]
+    return found
+
+
+async def _is_out(gateway: GatewayProcess, name: str, why: str | None) -> bool:
+    return await out_of_rotation(gateway, name) == why
+
+
+async def test_an_engine_that_accepts_and_never_answers_leaves_in_seconds_and_returns_with_a_token(
+    start_gateway: StartGateway,
+) -> None:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(ScriptedEngine()) for _ in range(3)]
+        gateway = await stack.enter_async_context(start_gateway(engines_yaml(*engines) + IN_SECONDS))
+        engines[0].play = never
+        stuck = [asyncio.create_task(ask(gateway, chat())) for _ in range(9)]
+        await eventually(lambda: _is_out(gateway, "e0", "stalled"), within_s=8.0)
+        held = len(engines[0].requests)
+
+        while_out = await many(gateway, 30)
+        await eventually(lambda: asyncio.sleep(0, len(engines[0].trials) >= 1), within_s=8.0)
+        still = await out_of_rotation(gateway, "e0")
+        for task in stuck:
+            task.cancel()
+        engines[0].play = hello
+        await eventually(lambda: _is_out(gateway, "e0", None), within_s=15.0)
+        after = await many(gateway, 30)
+
+    assert {(one.status, one.one("x-headrace-engine") == "e0") for one in while_out} == {(200, False)}
+    assert (len(engines[0].requests) >= held, still) == (True, "stalled")
+    assert {one.status for one in after} == {200}
+    assert "e0" in {one.one("x-headrace-engine") for one in after}
+
+
+async def test_an_engine_that_resets_everything_gets_next_to_nothing_within_seconds(
+    start_gateway: StartGateway,
+) -> None:
+    async with AsyncExitStack() as stack:
+        bad, good = [await stack.enter_async_context(ScriptedEngine()) for _ in range(2)]
+        bad.play = BAD_BEFORE_ANY_BYTE["reset"]
+        gateway = await stack.enter_async_context(start_gateway(engines_yaml(bad, good) + IN_SECONDS))
+        statuses: list[int] = []
+
+        for _ in range(10):
+            statuses += [one.status for one in await many(gateway, 10)]
+            await asyncio.sleep(0.1)
+        falls = await total(gateway, "headrace_engine_falls_total", 'reason="failing"')
+        shown = await total(gateway, "headrace_engine_out_of_rotation", 'engine="e0"')
+
+    assert set(statuses) == {200}
+    assert len(bad.requests) <= 30
+    assert (falls >= 1, shown) == (True, 1)
+
+
+async def test_when_every_engine_fails_none_leaves_and_none_is_asked_twice_for_everything(
+    start_gateway: StartGateway,
+) -> None:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(ScriptedEngine()) for _ in range(3)]
+        for engine in engines:
+            engine.play = BAD_BEFORE_ANY_BYTE["500"]
+        gateway = await stack.enter_async_context(start_gateway(engines_yaml(*engines) + IN_SECONDS))
+
+        for _ in range(12):
+            assert {one.status for one in await many(gateway, 25)} == {500}
+        states = [await state(gateway, name) for name in ("e0", "e1", "e2")]
+        withheld = await total(gateway, "headrace_retries_withheld_total")
+
+    asked = sum(len(engine.requests) for engine in engines)
+    assert asked <= 300 * 1.2
+    assert withheld == 600 - asked
+    assert states.count("up") >= 2
+
+
+@pytest.mark.slow
+async def test_engines_whose_health_page_is_late_stay_while_they_answer(start_gateway: StartGateway) -> None:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(ScriptedEngine()) for _ in range(2)]
+        gateway = await stack.enter_async_context(start_gateway(engines_yaml(*engines) + IN_SECONDS))
+        for engine in engines:
+            engine.page_delay_s = 60.0
+
+        answered = []
+        for _ in range(24):
+            answered += await many(gateway, 4)
+            await asyncio.sleep(0.5)
+        states = [await state(gateway, name) for name in ("e0", "e1")]
+
+    assert {one.status for one in answered} == {200}
+    assert states == ["up", "up"]
+
+
+async def test_an_engine_that_says_it_is_shutting_down_is_drained_at_once(start_gateway: StartGateway) -> None:
+    said = {
+        "error": {"message": "cannot schedule new futures after shutdown", "type": "InternalServerError", "code": 500}
+    }
+    async with AsyncExitStack() as stack:
+        leaving, stays = [await stack.enter_async_context(ScriptedEngine()) for _ in range(2)]
+        gateway = await stack.enter_async_context(start_gateway(engines_yaml(leaving, stays) + IN_SECONDS))
+        leaving.play = answer(500, said)
+
+        first = await many(gateway, 8)
+        await eventually(lambda: _is(gateway, "e0", "draining"), within_s=5.0)
+        asked = len(leaving.requests)
+        later = await many(gateway, 20)
+
+    assert {one.status for one in [*first, *later]} == {200}
+    assert len(leaving.requests) == asked
+
+
+async def test_streams_of_an_engine_that_listens_no_more_are_not_waited_for(start_gateway: StartGateway) -> None:
+    async def begins_and_stops(_asked: Asked, wire: Wire) -> None:
+        await wire.head()
+        await wire.part(event(delta("Hel")))
+        await wire.gone.wait()
+
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(ScriptedEngine(play=begins_and_stops))
+        gateway = await stack.enter_async_context(start_gateway(engines_yaml(engine) + IN_SECONDS))
+        asking = asyncio.create_task(ask(gateway, chat()))
+        await eventually(lambda: asyncio.sleep(0, len(engine.requests) == 1))
+
+        engine.stop_listening()
+        started_s = time.monotonic()
+        answered = await asking
+        took_s = time.monotonic() - started_s
+
+    assert b"Hel" in answered.body
+    assert b'"error"' in answered.body
+    assert DONE not in answered.body
+    assert took_s < 8.0

@@ -49,6 +49,8 @@ class FakeBackend:
     name: str = "e"
     probes: list[Probe] = field(default_factory=list)
     samples: list[Sample | BackendError] = field(default_factory=list)
+    trials: list[str] = field(default_factory=list)
+    tried: int = 0
     closed: bool = False
     capabilities: Capabilities = field(default_factory=Capabilities)
 
@@ -60,6 +62,10 @@ class FakeBackend:
 
     async def probe(self) -> Probe:
         return self.probes.pop(0)
+
+    async def try_generation(self, within_s: float) -> str:
+        self.tried += 1
+        return self.trials.pop(0) if self.trials else ""
 
     async def sample(self) -> Sample:
         said = self.samples.pop(0)

@@ -269,7 +269,7 @@ def test_the_file_knows_every_setting_with_its_default() -> None:
             assert document.aliases == {}
         elif name == "engines":
             assert document.engines == []
-        elif name in {"timeouts", "limits", "recorder", "traces"}:
+        elif name in {"timeouts", "limits", "health", "recorder", "traces"}:
             assert getattr(document, name).model_dump() == dataclasses.asdict(getattr(Settings(), name))
         else:
             assert getattr(document, name) == default
