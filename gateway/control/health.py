@@ -39,6 +39,9 @@ LOST_S = 60.0
 """An engine whose pages and answers have been silent for so long is down, whoever else there is."""
 PROVEN_S = 10.0
 HALF_LIFE_S = 10.0
+ANEW_S = 2.0
+"""A process that has not judged for so long did not lead meanwhile."""
+_NOTHING = Vitals()
 
 
 @dataclass(slots=True)
@@ -57,14 +60,15 @@ class _Record:
     probation: bool = False
     kept: Why | None = None
 
-    def take(self, told: Mapping[object, Vitals], pool_s: float) -> None:
-        """Fold in what each process tells now."""
+    def take(self, told: Mapping[object, Vitals], pool_s: float, *, anew: bool) -> None:
+        """Fold in what each process tells now; this process's own under None. anew: judging begins."""
         fading = 0.5 ** (max(0.0, pool_s - self.faded_s) / HALF_LIFE_S)
         self.good, self.bad, self.faded_s = self.good * fading, self.bad * fading, pool_s
         served = failed = draining = 0
         self.waiting_s = math.inf
         for process, now in told.items():
-            before = self.heard.get(process, now)
+            # What other processes had counted before we began to judge is past.
+            before = now if anew and process is not None else self.heard.get(process, _NOTHING)
             served += max(0, now.served - before.served)
             failed += max(0, now.failed - before.failed)
             draining += max(0, now.draining - before.draining)
@@ -114,15 +118,18 @@ class HealthWatch:
         self._silence_s = silence_s
         self._vitals = vitals
         self._on_change = on_change
+        self._judged_s = -math.inf
         self._records: dict[str, _Record] = {engine.name: _Record() for engine in self._engines}
         self._told: dict[str, Why | None] = {engine.name: None for engine in self._engines}
 
     def judge(self, *, pool_s: float, now_s: float) -> None:
         """Look at every engine once. O(engines², but only for those under suspicion)."""
+        anew = now_s - self._judged_s > ANEW_S
+        self._judged_s = now_s
         suspects: dict[str, tuple[Why, str]] = {}
         for engine in self._engines:
             record = self._records[engine.name]
-            record.take(self._vitals(engine), pool_s)
+            record.take(self._vitals(engine), pool_s, anew=anew)
             if not (engine.reachable and engine.standing.good):
                 record.forget_ends()
                 self._consider_return(engine, record, pool_s=pool_s, now_s=now_s)

@@ -164,6 +164,34 @@ def test_calls_that_broke_while_an_engine_was_down_do_not_count_against_its_succ
     assert (pool.out, engine.state) == ({}, EngineState.UP)
 
 
+def test_a_new_leader_holds_nothing_against_an_engine_that_was_counted_before() -> None:
+    pool = Pool()
+    pool.now_s += 60.0
+    pool.add("a", failed=50, draining=3)
+    pool.judge(1.0)
+    before = dict(pool.out)
+
+    pool.add("a", failed=5)
+    pool.judge()
+
+    assert (before, pool.out) == ({}, {"a": Why.FAILING})
+
+
+def test_what_this_process_saw_before_it_first_judged_counts() -> None:
+    pool = Pool()
+    fresh = HealthWatch(
+        pool.roster,
+        failures=5,
+        silence_s=SILENCE_S,
+        vitals=lambda engine: {None: Vitals(draining=1 if engine.name == "a" else 0)},
+        on_change=lambda *_: None,
+    )
+
+    fresh.judge(pool_s=pool.now_s + AHEAD_S, now_s=pool.now_s)
+
+    assert pool.out == {"a": Why.DRAINING}
+
+
 # -- streams that stand still (FAI-07) ---------------------------------------------------------------------------------
 
 
