@@ -9,7 +9,9 @@ what was never excited stays there and works of one kind, in which two columns m
 The recursion is kept as its normal equations, in units of the prior, and solved anew for each observation: the usual one,
 on the inverse, loses its definiteness once a coefficient is held at 0.
 
-It does not know the engine's batch budget: prompts are taken to be prefilled in chunks of CHUNK_TOKENS.
+The batch budget, how many prompt tokens an engine takes into one step, is in no metric. So there is a fit for each of
+BUDGETS, and the one that foretold first tokens of long prompts best of late is in force; with a wrong budget the base would
+be charged for steps that never were, and prompts for too little.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ RIDGE = 0.05
 """How many observations' worth the prior is believed."""
 UNKNOWN_ERROR = 0.7
 """Relative error of predictions from the prior alone."""
-FORGETTING = 0.998
+FORGETTING = 0.995
 REJECT_MAD = 6.0
 ERRORS_KEPT = 64
 LEAST_ERRORS = 12
@@ -36,26 +38,44 @@ MOST_REJECTED = 8
 """So many wild ones in a row are not wild: the engine has changed."""
 LEAST_BASE = 0.02
 """Of the prior's: every step takes some time."""
-CHUNK_TOKENS = 2048
+BUDGETS = (1024, 2048, 4096, 8192, 16_384)
+USUAL_BUDGET = 2048
+TTFT_WEIGHT = 0.05
+"""Of one first token against one gap: there are many more of them, and they depend on steps that nobody counted."""
+JUDGED = 0.02
+"""Weight of one first token in the judgement of a budget."""
+BETTER = 0.9
+"""A budget replaces the one in force when its error is this part of that one's."""
+SOLVE_EVERY = 8
+"""Observations between two solutions of the fits that are not in force, and between two looks for a better one."""
 Row = tuple[float, float, float, float]
 
 
 class StepModel:
-    """See the module header. One per engine."""
+    """See the module header. One per engine. error: typical relative error of late predictions, their median; the prior's
+    while there are few."""
 
-    __slots__ = ("_errors", "_moments", "_products", "_rejected", "error", "observations", "theta")
+    __slots__ = ("_at", "_errors", "_fits", "_rejected", "error", "observations")
 
     def __init__(self) -> None:
-        """error: typical relative error of late predictions, their median; the prior's while there are few."""
-        self.error = UNKNOWN_ERROR
-        self.theta = list(PRIOR)
-        self._moments = [[0.0] * 4 for _ in range(4)]
-        self._products = [0.0] * 4
+        self._fits = tuple(_Fit(budget) for budget in BUDGETS)
+        self._at = BUDGETS.index(USUAL_BUDGET)
         self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
         self._rejected = 0
+        self.error = UNKNOWN_ERROR
         self.observations = 0
 
     # -- predictions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def theta(self) -> list[float]:
+        """The coefficients in force, in the order of PRIOR."""
+        return self._fits[self._at].theta
+
+    @property
+    def budget_tokens(self) -> int:
+        """Prompt tokens that the engine takes into one step, as far as first tokens tell."""
+        return self._fits[self._at].budget_tokens
 
     @property
     def base_s(self) -> float:
@@ -67,49 +87,49 @@ class StepModel:
 
     def step_s(self, sequences: float, context_tokens: float) -> float:
         """A decode step without prompts: the predicted gap between tokens."""
-        base, per_sequence, per_token, _ = self.theta
+        base, per_sequence, per_token, _ = self._fits[self._at].theta
         return base + per_sequence * sequences + per_token * context_tokens
 
     def ttft_s(self, pending_tokens: float, sequences: float, context_tokens: float) -> float:
         """From now to the first token of a prompt that is the last of `pending_tokens` to be prefilled."""
-        base, per_sequence, per_token, prefill = self.theta
-        steps = ttft_steps(pending_tokens)
-        return steps * (base + per_sequence * sequences + per_token * context_tokens) + prefill * pending_tokens
+        return self._fits[self._at].ttft_s(pending_tokens, sequences, context_tokens)
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def saw_gap(self, gap_s: float, sequences: float, context_tokens: float, prompt_tokens_per_step: float) -> None:
         """The mean gap between tokens over a while; prompt tokens are those prefilled meanwhile, per step."""
-        self._learn((1.0, sequences, context_tokens, prompt_tokens_per_step), gap_s)
+        row = (1.0, sequences, context_tokens, prompt_tokens_per_step)
+        if self._believed(gap_s, sum(weight * value for weight, value in zip(self.theta, row, strict=True))):
+            for fit in self._fits:
+                fit.learn(row, gap_s, 1.0, solve=fit is self._fits[self._at])
 
     def saw_first_token(self, ttft_s: float, pending_tokens: float, sequences: float, context_tokens: float) -> None:
         """A first token came `ttft_s` after its work was sent behind `pending_tokens`, its own included."""
-        self._learn(ttft_row(pending_tokens, sequences, context_tokens), ttft_s)
+        if not self._believed(ttft_s, self.ttft_s(pending_tokens, sequences, context_tokens)):
+            return
+        solve_all = self.observations % SOLVE_EVERY == 0
+        for fit in self._fits:
+            if pending_tokens > BUDGETS[0]:
+                fit.judge(ttft_s, fit.ttft_s(pending_tokens, sequences, context_tokens))
+            row = ttft_row(pending_tokens, sequences, context_tokens, fit.budget_tokens)
+            fit.learn(row, ttft_s, TTFT_WEIGHT, solve=solve_all or fit is self._fits[self._at])
+        if solve_all:
+            best = min(range(len(self._fits)), key=lambda at: self._fits[at].miss)
+            if self._fits[best].miss < BETTER * self._fits[self._at].miss:
+                self._at = best
 
-    def _learn(self, row: Row, seen_s: float) -> None:
-        """One step of recursive least squares on the relative error."""
+    def _believed(self, seen_s: float, predicted_s: float) -> bool:
+        """Take an observation into the errors, unless it is wild or nonsense."""
         if not (math.isfinite(seen_s) and seen_s > 0):
-            return
-        predicted = sum(weight * value for weight, value in zip(self.theta, row, strict=True))
-        error = abs(seen_s - predicted) / max(seen_s, predicted)
+            return False
+        error = abs(seen_s - predicted_s) / max(seen_s, predicted_s)
         if self._wild(error):
-            return
+            return False
         self._errors.append(error)
         if len(self._errors) >= LEAST_ERRORS:
             self.error = median(self._errors)
         self.observations += 1
-        scaled = [value * prior / seen_s for value, prior in zip(row, PRIOR, strict=True)]
-        for i in range(4):
-            self._products[i] = FORGETTING * self._products[i] + scaled[i]
-            self._moments[i] = [FORGETTING * self._moments[i][j] + scaled[i] * scaled[j] for j in range(4)]
-        self.theta = [factor * prior for factor, prior in zip(self._solved(), PRIOR, strict=True)]
-
-    def _solved(self) -> list[float]:
-        """Coefficients over their priors: least squares with the ridge, those that would be negative held at 0."""
-        matrix = [[self._moments[i][j] + (RIDGE if i == j else 0.0) for j in range(4)] for i in range(4)]
-        factors = nonnegative(matrix, [one + RIDGE for one in self._products])
-        factors[0] = max(LEAST_BASE, factors[0])
-        return factors
+        return True
 
     def _wild(self, error: float) -> bool:
         if len(self._errors) < LEAST_ERRORS or self._rejected >= MOST_REJECTED:
@@ -124,28 +144,71 @@ class StepModel:
     # -- keeping -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Mapping[str, object]:
-        return {"theta": list(self.theta)}
+        return {"theta": list(self.theta), "budget": self.budget_tokens}
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Predict as a predecessor did, until there is something to learn from."""
-        theta = state.get("theta")
-        if isinstance(theta, list) and len(theta) == 4 and all(_plausible(one) for one in theta):
-            self.theta = [float(one) for one in theta]
+        theta, budget = state.get("theta"), state.get("budget", USUAL_BUDGET)
+        if isinstance(theta, list) and len(theta) == 4 and all(_plausible(one) for one in theta) and budget in BUDGETS:
+            self._at = BUDGETS.index(budget)
+            self._fits[self._at].theta = [float(one) for one in theta]
 
     def __repr__(self) -> str:
         base, per_sequence, per_token, prefill = (1000 * one for one in self.theta)
-        return f"<StepModel {base:.2f} ms + {per_sequence:.4f}·B + {per_token:.6f}·ctx, prefill {prefill:.4f} ms/token>"
+        return (
+            f"<StepModel {base:.2f} ms + {per_sequence:.4f}·B + {per_token:.6f}·ctx, prefill {prefill:.4f} ms/token "
+            f"by {self.budget_tokens}>"
+        )
 
 
-def ttft_row(pending_tokens: float, sequences: float, context_tokens: float) -> Row:
+class _Fit:
+    """Least squares for one batch budget. miss: its relative error on first tokens of long prompts, of late."""
+
+    __slots__ = ("_moments", "_products", "budget_tokens", "miss", "theta")
+
+    def __init__(self, budget_tokens: int) -> None:
+        self.budget_tokens = budget_tokens
+        self.theta = list(PRIOR)
+        self.miss = UNKNOWN_ERROR
+        self._moments = [[0.0] * 4 for _ in range(4)]
+        self._products = [0.0] * 4
+
+    def ttft_s(self, pending_tokens: float, sequences: float, context_tokens: float) -> float:
+        base, per_sequence, per_token, prefill = self.theta
+        steps = ttft_steps(pending_tokens, self.budget_tokens)
+        return steps * (base + per_sequence * sequences + per_token * context_tokens) + prefill * pending_tokens
+
+    def judge(self, seen_s: float, predicted_s: float) -> None:
+        """Note how far a prediction was off."""
+        self.miss += JUDGED * (abs(seen_s - predicted_s) / max(seen_s, predicted_s) - self.miss)
+
+    def learn(self, row: Row, seen_s: float, weight: float, *, solve: bool) -> None:
+        """One step of recursive least squares on the relative error; the solution may wait for a later one."""
+        scaled = [value * prior / seen_s for value, prior in zip(row, PRIOR, strict=True)]
+        kept = FORGETTING**weight
+        for i in range(4):
+            self._products[i] = kept * self._products[i] + weight * scaled[i]
+            self._moments[i] = [kept * self._moments[i][j] + weight * scaled[i] * scaled[j] for j in range(4)]
+        if solve:
+            self.theta = [factor * prior for factor, prior in zip(self._solved(), PRIOR, strict=True)]
+
+    def _solved(self) -> list[float]:
+        """Coefficients over their priors: least squares with the ridge, those that would be negative held at 0."""
+        matrix = [[self._moments[i][j] + (RIDGE if i == j else 0.0) for j in range(4)] for i in range(4)]
+        factors = nonnegative(matrix, [one + RIDGE for one in self._products])
+        factors[0] = max(LEAST_BASE, factors[0])
+        return factors
+
+
+def ttft_row(pending_tokens: float, sequences: float, context_tokens: float, budget_tokens: int) -> Row:
     """Steps until a first token, times what each costs."""
-    steps = ttft_steps(pending_tokens)
+    steps = ttft_steps(pending_tokens, budget_tokens)
     return steps, steps * sequences, steps * context_tokens, pending_tokens
 
 
-def ttft_steps(pending_tokens: float) -> float:
+def ttft_steps(pending_tokens: float, budget_tokens: int) -> float:
     """Half a step under way, then one for each chunk of prompts."""
-    return 0.5 + math.ceil(max(1.0, pending_tokens) / CHUNK_TOKENS)
+    return 0.5 + math.ceil(max(1.0, pending_tokens) / budget_tokens)
 
 
 def _plausible(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -16,7 +17,9 @@ def true_s(row: tuple[float, float, float, float], factor: float = 1.0) -> float
     return factor * sum(weight * value for weight, value in zip(TRUE, row, strict=True))
 
 
-def taught(model: StepModel, count: int, *, noise: float = 0.1, factor: float = 1.0, seed: int = 1) -> StepModel:
+def taught(
+    model: StepModel, count: int, *, noise: float = 0.1, factor: float = 1.0, seed: int = 1, budget: int = 2048
+) -> StepModel:
     rng = random.Random(seed)
     for _ in range(count):
         sequences = rng.randint(1, 100)
@@ -27,7 +30,7 @@ def taught(model: StepModel, count: int, *, noise: float = 0.1, factor: float = 
             model.saw_gap(true_s((1, sequences, context, prompts), factor) * spread, sequences, context, prompts)
         else:
             pending = rng.randint(50, 8000)
-            seen_s = true_s(ttft_row(pending, sequences, context), factor) * spread
+            seen_s = true_s(ttft_row(pending, sequences, context, budget), factor) * spread
             model.saw_first_token(seen_s, pending, sequences, context)
     return model
 
@@ -36,8 +39,24 @@ def test_steps_and_first_tokens_are_predicted_within_a_tenth_after_a_few_hundred
     model = taught(StepModel(), 300)
 
     assert model.step_s(50, 60_000) == pytest.approx(true_s((1, 50, 60_000, 0)), rel=0.1)
-    assert model.ttft_s(4000, 50, 60_000) == pytest.approx(true_s(ttft_row(4000, 50, 60_000)), rel=0.1)
+    assert model.ttft_s(4000, 50, 60_000) == pytest.approx(true_s(ttft_row(4000, 50, 60_000, 2048)), rel=0.1)
     assert model.error < 0.1
+
+
+@pytest.mark.parametrize("budget", [1024, 2048, 8192])
+def test_the_batch_budget_is_found_from_first_tokens(budget: int) -> None:
+    model = taught(StepModel(), 1500, budget=budget)
+
+    assert model.budget_tokens == budget
+    assert model.ttft_s(7000, 50, 60_000) == pytest.approx(true_s(ttft_row(7000, 50, 60_000, budget)), rel=0.1)
+
+
+def test_what_was_learned_is_predicted_again_by_a_successor() -> None:
+    model, successor = taught(StepModel(), 1500, budget=8192), StepModel()
+
+    successor.restore(json.loads(json.dumps(model.snapshot())))
+
+    assert successor.ttft_s(7000, 50, 60_000) == model.ttft_s(7000, 50, 60_000)
 
 
 def test_an_engine_of_unknown_speed_is_known_to_be_uncertain() -> None:
