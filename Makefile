@@ -7,7 +7,7 @@
 #   make test-deploy              Dockerfile, Compose, Helm chart and units, read as their tools read them
 #   make generate                 docs/metrics.md and the dashboards, from the code
 #   make lint                     ruff, ruff format, mypy --strict
-#   make simulate SEEDS=100       seeded fault runs on the virtual loop, one gateway and many; SEED=123 KIND=many
+#   make simulate SEEDS=100       seeded fault runs on the virtual loop: one gateway, many, storms; SEED=123 KIND=many
 #                                 repeats one, PLAN=1 shows its faults
 #   make bench                    measurements of the hot paths
 

@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -87,10 +88,11 @@ def load(text: str, model: type[T], file: str, *, check: Callable[[T], Iterable[
     """
     source = _Source(file)
     data = source.read(text)
+    adapter = _adapter(model)  # type: ignore[arg-type]  # mypy asks whether its instances can be hashed
     try:
-        value = TypeAdapter(model).validate_python(data)
+        value: T = adapter.validate_python(data)
     except ValidationError as error:
-        schema = TypeAdapter(model).json_schema(mode="validation")
+        schema = adapter.json_schema(mode="validation")
         for detail in error.errors(include_url=False):
             source.report(*_finding(detail["loc"], detail, schema))
         raise DocumentError(source.problems) from None
@@ -99,6 +101,12 @@ def load(text: str, model: type[T], file: str, *, check: Callable[[T], Iterable[
     if source.problems:
         raise DocumentError(source.problems)
     return value
+
+
+@cache
+def _adapter(model: type) -> TypeAdapter[Any]:
+    """Made once for each model: that takes longer than reading a document."""
+    return TypeAdapter(model)
 
 
 def shown(path: Path, value: object) -> str:

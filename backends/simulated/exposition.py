@@ -77,8 +77,9 @@ class Exposition:
     def plain_histogram(self, name: str, histogram: Histogram, text: str = "") -> None:
         """Buckets, count and sum."""
         self._head(name, text, "histogram")
+        bucket = self._series(f"{name}_bucket", {"le": _BOUND})  # the rest of it is the same for each
         for bound, count in histogram.cumulative():
-            self._sample(f"{name}_bucket", {"le": bound}, count)
+            self._lines.append(f"{bucket.replace(_BOUND, bound)} {float(count)!r}")
         self._sample(f"{name}_count", {}, histogram.count)
         self._sample(f"{name}_sum", {}, histogram.total)
 
@@ -98,9 +99,15 @@ class Exposition:
         self._lines.append(f"# TYPE {name} {kind}")
 
     def _sample(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        self._lines.append(f"{self._series(name, labels)} {float(value)!r}")
+
+    def _series(self, name: str, labels: Mapping[str, str]) -> str:
         merged = {**self._labels, **labels}
         inside = ",".join(f'{label}="{_escape(merged[label])}"' for label in sorted(merged))
-        self._lines.append(f"{name}{{{inside}}} {float(value)!r}" if inside else f"{name} {float(value)!r}")
+        return f"{name}{{{inside}}}" if inside else name
+
+
+_BOUND = "\0"
 
 
 def _escape(value: str) -> str:

@@ -439,6 +439,33 @@ async def test_a_late_repeat_of_requeue_does_not_take_back_a_newer_grant(queue: 
     assert len(await queue.take_grants(ME, after_seq=first.seq)) == 1
 
 
+async def test_a_late_requeue_does_not_take_back_a_later_attempt(queue: Queue) -> None:
+    await register(queue)
+    await enqueue(queue, work("a"))
+    for attempt in (1, 2):
+        await claim(queue, grant("a", attempt=attempt))
+        await queue.requeue_many([replace(work("a"), attempt=attempt)], session=ME, now_ms=NOW)
+    await claim(queue, grant("a", attempt=3))
+
+    answers = await queue.requeue_many([replace(work("a"), attempt=1)], session=ME, now_ms=NOW)
+
+    assert answers == [True]
+    assert [one.grant.attempt for one in await queue.take_grants(ME, after_seq=0)] == [3]
+
+
+async def test_a_late_requeue_changes_nothing_of_a_work_that_waits(queue: Queue) -> None:
+    await register(queue)
+    await enqueue(queue, work("a"))
+    await claim(queue, grant("a"))
+    tried = replace(work("a"), attempt=1, avoid=frozenset({"gpu:0/a"}))
+    await queue.requeue_many([tried], session=ME, now_ms=NOW)
+
+    answers = await queue.requeue_many([work("a")], session=ME, now_ms=NOW)
+
+    assert answers == [True]
+    assert (await look(queue)).works == (tried,)
+
+
 async def test_a_session_cannot_requeue_a_work_of_another(queue: Queue) -> None:
     await register(queue)
     await register(queue, OTHER)
@@ -572,6 +599,14 @@ async def test_a_late_renewal_neither_shortens_a_session_nor_brings_its_old_repo
     assert await register(queue, now_ms=NOW)
 
     assert (await queue.hear(now_ms=NOW + VALID + 500)).reports == {ME: replace(newest, renewed_ms=NOW + 1_000)}
+
+
+async def test_a_renewal_for_less_time_does_not_shorten_a_session(queue: Queue) -> None:
+    await register(queue)
+
+    await queue.renew_session(ME, now_ms=NOW + 1, valid_for_ms=1, report=SessionReport())
+
+    assert set((await queue.hear(now_ms=NOW + VALID - 1)).reports) == {ME}
 
 
 async def test_a_renewal_may_ring_the_pool_s_bell_if_anything_waits(queue: Queue) -> None:
@@ -741,6 +776,15 @@ async def test_a_leader_keeps_its_epoch_while_it_renews(queue: Queue) -> None:
     renewed = await queue.lead("a", now_ms=NOW + 1_000, valid_for_ms=2_000)
 
     assert (renewed.epoch, renewed.expires_ms) == (first.epoch, NOW + 3_000)
+
+
+async def test_a_renewal_that_comes_late_does_not_shorten_leadership(queue: Queue) -> None:
+    await queue.lead("a", now_ms=NOW + 1_000, valid_for_ms=2_000)
+
+    late = await queue.lead("a", now_ms=NOW, valid_for_ms=2_000)
+
+    assert late.expires_ms == NOW + 3_000
+    assert (await queue.lead("b", now_ms=NOW + 2_999, valid_for_ms=2_000)).leader == "a"
 
 
 async def test_epochs_grow_with_time_and_never_repeat(queue: Queue) -> None:

@@ -40,7 +40,7 @@ class ScriptedClient(asyncio.Protocol):
     def __init__(self, plan: ClientPlan, request_id: str) -> None:
         loop = asyncio.get_running_loop()
         self.plan = plan
-        self.received = bytearray()
+        self._reading = Reading()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._request_id = request_id
         self._transport: asyncio.Transport | None = None
@@ -57,7 +57,7 @@ class ScriptedClient(asyncio.Protocol):
         finally:
             if not self._transport.is_closing():
                 self._transport.close()
-        return parse_answer(bytes(self.received))
+        return self._reading.answer
 
     # -- asyncio's calls ----------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class ScriptedClient(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.received += data
+        self._reading.feed(data)
         self._more.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -124,7 +124,7 @@ class ScriptedClient(asyncio.Protocol):
             await self._more.wait()
 
     async def _until_received(self, size_bytes: int) -> None:
-        while len(self.received) < size_bytes and not self._answered:
+        while self._reading.received_bytes < size_bytes and not self._answered:
             self._more.clear()
             await self._more.wait()
 
@@ -133,10 +133,7 @@ class ScriptedClient(asyncio.Protocol):
 
     @property
     def _answered(self) -> bool:
-        if self.closed.done():
-            return True
-        answer = parse_answer(bytes(self.received))
-        return answer is not None and answer.complete
+        return self.closed.done() or self._reading.complete
 
     def _request(self) -> bytes:
         plan = self.plan
@@ -172,32 +169,67 @@ def seen_of(answer: Answer | None) -> Seen:
     return seen
 
 
-def parse_answer(received: bytes) -> Answer | None:
-    """Read as much of an HTTP/1.1 answer as there is; None before its head is whole."""
-    head, separator, rest = received.partition(b"\r\n\r\n")
-    if not separator:
-        return None
-    status_line, *lines = head.decode("latin-1").split("\r\n")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    status = int(status_line.split(" ")[1])
-    if headers.get("transfer-encoding") == "chunked":
-        body, complete = _unchunk(rest)
-    else:
-        length = int(headers.get("content-length", "0"))
-        body, complete = rest[:length], len(rest) >= length
-    return Answer(status, headers, body, complete)
+class Reading:
+    """An HTTP/1.1 answer as it comes in; every byte is read once.
 
+    received_bytes   head and framing included
+    """
 
-def _unchunk(rest: bytes) -> tuple[bytes, bool]:
-    body, at = bytearray(), 0
-    while (line_end := rest.find(b"\r\n", at)) >= 0:
-        size = int(rest[at:line_end].partition(b";")[0], 16)
-        at = line_end + 2
-        if size == 0:
-            return bytes(body), rest[at : at + 2] == b"\r\n"
-        body += rest[at : at + size]
-        at += size + 2
-    return bytes(body), False
+    def __init__(self) -> None:
+        self.received_bytes = 0
+        self.complete = False
+        self._raw = bytearray()
+        self._status = 0
+        self._headers: dict[str, str] = {}
+        self._body = bytearray()
+        self._left_bytes: int | None = None
+
+    @property
+    def answer(self) -> Answer | None:
+        """What has come so far; None before the head is whole."""
+        return Answer(self._status, self._headers, bytes(self._body), self.complete) if self._status else None
+
+    def feed(self, data: bytes) -> None:
+        self.received_bytes += len(data)
+        self._raw += data
+        if not self._status:
+            self._read_head()
+        if self._status and not self.complete:
+            if self._left_bytes is None:
+                self._read_chunks()
+            else:
+                self._read_counted(self._left_bytes)
+
+    def _read_head(self) -> None:
+        end = self._raw.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        status_line, *lines = self._raw[:end].decode("latin-1").split("\r\n")
+        del self._raw[: end + 4]
+        fields = (line.partition(":") for line in lines)
+        self._headers = {name.strip().lower(): value.strip() for name, _, value in fields}
+        self._status = int(status_line.split(" ")[1])
+        if self._headers.get("transfer-encoding") != "chunked":
+            self._left_bytes = int(self._headers.get("content-length", "0"))
+
+    def _read_counted(self, left_bytes: int) -> None:
+        self._body += self._raw[:left_bytes]
+        self._left_bytes = max(0, left_bytes - len(self._raw))
+        self._raw.clear()
+        self.complete = not self._left_bytes
+
+    def _read_chunks(self) -> None:
+        """Whole chunks only: what there is of one that is not whole yet is of no use to anybody."""
+        while (line_end := self._raw.find(b"\r\n")) >= 0:
+            size = int(self._raw[:line_end].partition(b";")[0], 16)
+            begin = line_end + 2
+            if len(self._raw) < begin + size + 2:
+                return
+            self._body += self._raw[begin : begin + size]
+            del self._raw[: begin + size + 2]
+            if size == 0:
+                self.complete = True
+                return
 
 
 def _read_events(body: bytes, seen: Seen) -> None:

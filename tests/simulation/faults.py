@@ -39,6 +39,7 @@ from gateway.queue.base import (
     Waiting,
 )
 from policies.vocabulary import Grant, Work
+from tests.simulation.invariants import InvariantBroken
 from tests.simulation.net import Link
 
 Answer = TypeVar("Answer")
@@ -47,8 +48,9 @@ Answer = TypeVar("Answer")
 class FaultKind(StrEnum):
     """Kinds of fault with a place and a duration. After it, what failed works again.
 
-    QUEUE_AWAY is the store gone for all, QUEUE_CUT for one gateway. A frozen gateway is stopped as by SIGSTOP; a drained
-    one is asked to leave and started again, as in a rolling upgrade. A policy edit moves the windows and stays.
+    A drained engine is to get nothing new. QUEUE_AWAY is the store gone for all, QUEUE_CUT for one gateway. A frozen gateway
+    is stopped as by SIGSTOP; a drained one is asked to leave and started again, as in a rolling upgrade. A policy edit
+    moves the windows and stays.
     """
 
     ENGINE_CRASH = "engine_crash"
@@ -56,6 +58,7 @@ class FaultKind(StrEnum):
     ENGINE_STUCK = "engine_stuck"
     ENGINE_UNREACHABLE = "engine_unreachable"
     ENGINE_RESET = "engine_reset"
+    ENGINE_DRAIN = "engine_drain"
     QUEUE_AWAY = "queue_away"
     QUEUE_FLUSH = "queue_flush"
     QUEUE_CUT = "queue_cut"
@@ -157,37 +160,120 @@ class Plan:
         return "\n".join([repr(self), *lines])
 
 
+LATE = QueueFaults(delay_max_s=0.02, late_p=0.15, late_max_s=3.0, reply_lost_p=0.05, bell_lost_p=0.3)
+"""Calls that arrive long after their caller has given up, as from a paused proxy or a full buffer."""
+STORM_SPEED = 0.03
+STORM_TOKENS = (2, 8, 24)
+STORM_HOLD_S = 3.0
+"""About how long such a work runs on so slow an engine."""
+
+
 class Kind(StrEnum):
-    """What a run is about: the path of requests through one gateway, or the agreement among many."""
+    """What a run is about: the path of requests through one gateway; the agreement among many; the same few faults of the
+    agreement again and again while every place is wanted."""
 
     SINGLE = "single"
     MANY = "many"
+    STORM = "storm"
 
 
 def draw_plan(rng: random.Random, kind: Kind = Kind.SINGLE) -> Plan:
     """Draw a run: its load first, then which kinds of fault it has."""
-    many = kind is Kind.MANY
-    duration_s = rng.uniform(10, 30) if many else rng.uniform(10, 60)
-    gateways = rng.randint(2, 5) if many else 1
-    engines = rng.choice((1, 1, 1, 2, 2, 3, 4)) if many else rng.randint(1, 3)
+    return {Kind.SINGLE: _draw_single, Kind.MANY: _draw_many, Kind.STORM: _draw_storm}[kind](rng)
+
+
+def _draw_single(rng: random.Random) -> Plan:
+    duration_s = rng.uniform(10, 40)
+    engines = rng.randint(1, 3)
     bulk_window = rng.randint(1, 4)
-    kinds = [one for one in FaultKind if rng.random() < _chance(one, kind)]
-    behaviours = [one for one in Behaviour if one is Behaviour.PATIENT or rng.random() < (0.15 if many else 0.4)]
+    kinds = [one for one in FaultKind if one not in _BETWEEN_GATEWAYS and rng.random() < 0.35]
+    load = _Load(
+        clients=rng.randint(5, 80),
+        behaviours=_draw_behaviours(rng, 0.4),
+        classes=("interactive", "bulk"),
+        max_tokens=(1, 5, 40, 120),
+        burst=rng.random() < 0.3,
+    )
+    return Plan(
+        duration_s=duration_s,
+        gateways=1,
+        engines=engines,
+        seats=rng.choice((2, 4, 16)),
+        engine_speed=1.0,
+        interactive_window=bulk_window + rng.randint(1, 6),
+        bulk_window=bulk_window,
+        max_queue=rng.choice((3, 20, 1000)),
+        sole=rng.random() < 0.5,
+        engine_link=_draw_link(rng),
+        client_link=_draw_link(rng),
+        queue=_draw_queue_faults(rng),
+        faults=_draw_faults(rng, kinds, gateways=1, engines=engines, duration_s=duration_s),
+        clients=load.draw(rng, duration_s, 1),
+    )
+
+
+def _draw_many(rng: random.Random) -> Plan:
+    duration_s = rng.uniform(10, 25)
+    gateways = rng.randint(2, 5)
+    engines = rng.choice((1, 1, 1, 2, 2, 3, 4))
+    bulk_window = rng.randint(1, 4)
+    # Faults of engines are told by single gateways; here they only take the load away.
+    kinds = [one for one in FaultKind if rng.random() < (0.12 if one.value.startswith("engine") else 0.35)]
+    load = _Load(
+        clients=rng.randint(20, 90),
+        behaviours=_draw_behaviours(rng, 0.15),
+        classes=("interactive", "interactive", "interactive", "bulk"),
+        max_tokens=(1, 6, 20, 50),
+        burst=rng.random() < 0.1,
+    )
     return Plan(
         duration_s=duration_s,
         gateways=gateways,
         engines=engines,
-        seats=rng.choice((4, 16, 16)) if many else rng.choice((2, 4, 16)),
-        engine_speed=rng.choice((0.1, 0.1, 0.3)) if many else 1.0,
-        interactive_window=bulk_window + rng.randint(1, 4 if many else 6),
+        seats=rng.choice((4, 16, 16)),
+        engine_speed=rng.choice((0.05, 0.05, 0.2)),
+        interactive_window=bulk_window + rng.randint(1, 4),
         bulk_window=bulk_window,
         max_queue=rng.choice((3, 20, 1000)),
-        sole=not many and rng.random() < 0.5,
+        sole=False,
         engine_link=_draw_link(rng),
         client_link=_draw_link(rng),
         queue=_draw_queue_faults(rng),
         faults=_draw_faults(rng, kinds, gateways=gateways, engines=engines, duration_s=duration_s),
-        clients=_draw_clients(rng, behaviours, duration_s, gateways),
+        clients=load.draw(rng, duration_s, gateways),
+    )
+
+
+def _draw_storm(rng: random.Random) -> Plan:
+    """One slow engine and patient clients, as many as keep its window about full; a few kinds of fault."""
+    duration_s = rng.uniform(12, 20)
+    gateways = rng.randint(2, 3)
+    bulk_window = rng.randint(2, 4)
+    interactive_window = bulk_window + rng.randint(1, 4)
+    at_once = duration_s / STORM_HOLD_S * interactive_window
+    load = _Load(
+        clients=int(at_once * rng.uniform(0.5, 1.0)),
+        behaviours=[Behaviour.PATIENT],
+        classes=("interactive", "interactive", "interactive", "bulk"),
+        max_tokens=STORM_TOKENS,
+        burst=False,
+    )
+    kinds = rng.sample(_AGREEMENT, k=rng.randint(2, 4))
+    return Plan(
+        duration_s=duration_s,
+        gateways=gateways,
+        engines=1,
+        seats=16,
+        engine_speed=STORM_SPEED,
+        interactive_window=interactive_window,
+        bulk_window=bulk_window,
+        max_queue=rng.choice((4, 1000, 1000, 1000)),
+        sole=False,
+        engine_link=Link(),
+        client_link=Link(),
+        queue=rng.choice((QueueFaults(), LATE, LATE, _draw_queue_faults(rng))),
+        faults=_draw_faults(rng, kinds, gateways=gateways, engines=1, duration_s=duration_s),
+        clients=load.draw(rng, duration_s, gateways),
     )
 
 
@@ -196,11 +282,13 @@ class FaultyQueue:
 
     away   while true nothing reaches the store and nothing comes back
     dead   the process that used it was killed: nothing is sent any more
+    credits   as the last renewal told them
     """
 
     def __init__(self, queue: Queue, faults: QueueFaults, rng: random.Random, *, timeout_s: float = 0.5) -> None:
         """timeout_s: how long a caller waits for an answer that does not come. `queue` must never suspend."""
         self.away = self.dead = False
+        self.credits: Mapping[Place, Credit] = {}
         self._queue = queue
         self._faults = faults
         self._rng = rng
@@ -215,11 +303,13 @@ class FaultyQueue:
     async def renew_session(
         self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport, ring: bool = False
     ) -> Renewed | None:
-        return await self._call(
+        renewed = await self._call(
             lambda: self._queue.renew_session(
                 session, now_ms=now_ms, valid_for_ms=valid_for_ms, report=report, ring=ring
             )
         )
+        self.credits = {} if renewed is None else renewed.credits
+        return renewed
 
     async def hear(self, *, now_ms: int, after_seq: int = 0) -> Heard:
         return await self._call(lambda: self._queue.hear(now_ms=now_ms, after_seq=after_seq))
@@ -331,6 +421,8 @@ def _told(call: Awaitable[Answer]) -> Callable[[asyncio.Future[Answer]], None]:
     except StopIteration as done:
         result: Answer = done.value
         return lambda answer: answer.set_result(result)
+    except InvariantBroken:
+        raise  # whether or not anybody would hear of it
     except Exception as error:  # a refusal is an answer too
         failed = error
         return lambda answer: answer.set_exception(failed)
@@ -360,15 +452,16 @@ def _draw_queue_faults(rng: random.Random) -> QueueFaults:
 
 
 _BETWEEN_GATEWAYS = frozenset({FaultKind.QUEUE_CUT, FaultKind.GATEWAY_DRAIN})
+_AGREEMENT = (
+    FaultKind.QUEUE_CUT,
+    FaultKind.QUEUE_AWAY,
+    FaultKind.QUEUE_FLUSH,
+    FaultKind.GATEWAY_CRASH,
+    FaultKind.GATEWAY_FREEZE,
+    FaultKind.GATEWAY_DRAIN,
+)
 _INSTANT = frozenset({FaultKind.ENGINE_RESET, FaultKind.QUEUE_FLUSH, FaultKind.POLICY_EDIT})
 LONGEST_FREEZE_S = 10.0
-
-
-def _chance(fault: FaultKind, kind: Kind) -> float:
-    """Of a run to have faults of a kind: among many gateways those of engines are told elsewhere, and take the load away."""
-    if kind is Kind.SINGLE:
-        return 0.0 if fault in _BETWEEN_GATEWAYS else 0.35
-    return 0.12 if fault.value.startswith("engine") else 0.35
 
 
 def _draw_faults(
@@ -398,30 +491,37 @@ def _draw_target(rng: random.Random, kind: FaultKind, gateways: int, engines: in
     return kind.value.partition("_")[0]
 
 
-def _draw_clients(
-    rng: random.Random, behaviours: Sequence[Behaviour], duration_s: float, gateways: int
-) -> tuple[ClientPlan, ...]:
-    """A number of clients that some seeds spread and others let come all at once; whom they ask is drawn too."""
-    burst = rng.random() < (0.3 if gateways == 1 else 0.1)
-    ask = rng.choice((_in_turn, _sticky, _one_sided))
-    clients = []
-    classes = ("interactive", "bulk") if gateways == 1 else ("interactive", "interactive", "interactive", "bulk")
-    lengths = (1, 5, 40, 200) if gateways == 1 else (2, 20, 60, 160)
-    for number in range(rng.randint(5, 80) if gateways == 1 else rng.randint(40, 140)):
-        at_s = rng.uniform(0, 0.5 if burst else duration_s * 0.9)
-        clients.append(
-            ClientPlan(
+def _draw_behaviours(rng: random.Random, chance: float) -> list[Behaviour]:
+    return [one for one in Behaviour if one is Behaviour.PATIENT or rng.random() < chance]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """How many clients come, and what they are drawn from. burst: all at once."""
+
+    clients: int
+    behaviours: Sequence[Behaviour]
+    classes: Sequence[str]
+    max_tokens: Sequence[int]
+    burst: bool
+
+    def draw(self, rng: random.Random, duration_s: float, gateways: int) -> tuple[ClientPlan, ...]:
+        """Whom the clients ask is drawn too."""
+        ask = rng.choice((_in_turn, _in_turn, _sticky, _one_sided))
+        clients = []
+        for number in range(self.clients):
+            client = ClientPlan(
                 number=number,
-                at_s=at_s,
-                behaviour=rng.choice(behaviours),
-                class_name=rng.choice(classes),
+                at_s=rng.uniform(0, 0.5 if self.burst else duration_s * 0.9),
+                behaviour=rng.choice(self.behaviours),
+                class_name=rng.choice(self.classes),
                 stream=rng.random() < 0.7,
                 words=rng.choice((1, 20, 400)),
-                max_tokens=rng.choice(lengths),
+                max_tokens=rng.choice(self.max_tokens),
                 patience_s=rng.choice((0.0, 0.01, 0.2, 2.0)) * rng.random(),
             )
-        )
-    return tuple(replace(client, gateway=ask(client, gateways)) for client in clients)
+            clients.append(replace(client, gateway=ask(client, gateways)))
+        return tuple(clients)
 
 
 def _in_turn(client: ClientPlan, gateways: int) -> int:

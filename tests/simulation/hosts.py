@@ -17,14 +17,18 @@ from gateway.app import Gateway
 from gateway.clock import PoolClock
 from gateway.exchange import Exchange
 from gateway.ingress.server import Service
+from gateway.queue.base import InFlight, Place
 from gateway.settings import EngineSettings, Settings, Timeouts
 from policies.vocabulary import Decision, EngineState, Outcome
 from tests.simulation.faults import FaultyQueue
+from tests.simulation.invariants import Invariant
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 PROFILE = "h100_llama31_8b_tp1"
+READ_WITHIN_S = 2.0
+"""A gateway that goes on after a stop has read its policy file by then."""
 PUBLIC_PORT, ENGINE_PORT = 8080, 8000
 WALL_OFFSET_S = 1_700_000_000.0
 CLOCK_OFF_MAX_S = 3.0
@@ -43,11 +47,15 @@ TIMEOUTS = Timeouts(
 
 
 class EngineHost:
-    """A virtual engine on a host of its own; it can be killed and started again."""
+    """A virtual engine on a host of its own; it can be killed and started again.
+
+    draining   an operator has asked every gateway to give it nothing new
+    """
 
     def __init__(self, world: World, name: str, address: str, number: int) -> None:
         self.name = name
         self.host = world.network.add_host(name, address)
+        self.draining = False
         self._world = world
         self._config = SimulatedConfig(
             model="sim",
@@ -108,7 +116,7 @@ class GatewayHost:
         self.up = False
         self.leaving = False
         self.cut = 0
-        self.thawed_s = -1.0
+        self.thawed_s = self._frozen_s = float("-inf")
         self.on_credit: set[str] = set()
         self.killed: dict[str, float] = {}
         self._world = world
@@ -119,7 +127,7 @@ class GatewayHost:
 
     @property
     def session_id(self) -> str:
-        return self.gateway.presence.session.id
+        return self.presence.session.id
 
     async def start(self) -> None:
         world = self._world
@@ -160,6 +168,25 @@ class GatewayHost:
         assert self._task is not None
         await self._task
         return self._drained
+
+    def versions(self) -> tuple[int, int, int]:
+        """Something else whenever what runs here may have changed."""
+        if not self.up:
+            return self.generation, 0, 0
+        changes = 0
+        for ledger in self._ledgers:
+            changes += ledger.version
+        return self.generation, changes, len(self.gateway.watchdog)
+
+    def freeze(self) -> None:
+        self._world.network.freeze(self.name)
+        self._frozen_s = self._world.loop.time()
+
+    def reads_since_s(self, now_s: float) -> float:
+        """What was in its files before then it has read, or will never: now, but for one that is stopped, or was lately."""
+        if self.host.frozen:
+            return self._frozen_s
+        return self._frozen_s if now_s - self.thawed_s < READ_WITHIN_S else now_s
 
     def thaw(self) -> None:
         self._world.network.thaw(self.name)
@@ -202,6 +229,10 @@ class GatewayHost:
         async with Gateway(settings, log=log, queue=self.queue, clock=clock, rng=rng, sole=world.plan.sole) as gateway:
             self._observe(gateway, generation)
             self.gateway = gateway
+            self.presence = gateway.presence
+            self._ledgers = [engine.ledger for engine in gateway.roster]
+            for engine in gateway.roster:
+                engine.draining = world.engines[engine.name].draining
             self.clock = clock
             self.up = True
             started.set()
@@ -236,13 +267,34 @@ class GatewayHost:
             invariants.decided(decision, policy_version=gateway.store.current.version, serving=serving)
             if decision.reason == "credit":
                 self.on_credit.add(decision.work_id)
+                if not self.presence.failing:
+                    self._within_credit((decision.engine, decision.class_name))
             else:
-                invariants.decided_under(gateway.presence.epoch, f"{self.name} places a work", world.loop.time())
+                invariants.decided_under(
+                    gateway.presence.epoch,
+                    f"{self.name} places a work",
+                    world.loop.time(),
+                    by=gateway.presence.session.id,
+                )
             sink(decision)
 
         gateway.service._on_outcome = on_outcome
         gateway.dispatcher._sink = on_decision
         gateway.ingress._service = service
+
+    def _within_credit(self, place: Place) -> None:
+        """What the process says that it ever started is no more than it was told that it may."""
+        started = self.gateway.dispatcher.report(0).started.get(place, InFlight())
+        credit = self.queue.credits.get(place)
+        allowed = InFlight() if credit is None else credit.allowed
+        if (
+            started.works > allowed.works
+            or started.kv_tokens > allowed.kv_tokens
+            or started.prefill_tokens > allowed.prefill_tokens
+        ):
+            self._world.invariants.fail(
+                Invariant.INSIDE_CREDIT, f"{self.name} has started {started} on {place}: it may start {allowed}"
+            )
 
     def _accept(self, request_id: str) -> None:
         self._accepted.add(request_id)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
+from gateway.replay.agenda import NS
 from gateway.replay.loop import VirtualTime
 from tests.simulation.net import Network
 from tests.simulation.poller import Poller
@@ -50,7 +51,8 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
     rng            seeded; the world draws its own generators from it before the run starts
     network        the one network of this loop
     trace          hash of everything that happened
-    after_event    called after each callback: the place for invariants; what it raises ends the run
+    after_event    called after each callback with the host that it ran on: the place for invariants; what it raises
+                   ends the run
     """
 
     _process_events: Callable[[Any], None]
@@ -61,7 +63,7 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
         self.trace = Trace()
         self.network = Network(random.Random(f"network {seed}"), trace=self.trace)
         self.callbacks = 0
-        self.after_event: Callable[[], None] | None = None
+        self.after_event: Callable[[str], None] | None = None
         self._poller = Poller(self.network)
         self._held_back: dict[str, list[asyncio.Handle]] = {}
         self._callbacks_at_instant = 0
@@ -77,6 +79,9 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
     def now_ns(self, now_ns: int) -> None:
         self.network.now_ns = now_ns
 
+    def time(self) -> float:
+        return self.network.now_ns / NS
+
     def _run_once(self) -> None:
         """One turn: wait if nothing is ready, then run what is ready now, each callback followed by the checks."""
         self._compact_timers()
@@ -84,12 +89,13 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
             self._let_thawed_go_on()
         self._process_events(self._wait())
         self._move_due_timers()
-        self.trace.note(self.network.now_ns, len(self._ready))
-        for _ in range(len(self._ready)):
-            handle = self._ready.popleft()
-            if not handle.cancelled() and not (self.network.frozen and self._holds_back(handle)):
+        self.trace.turn(self.network.now_ns, len(self._ready))
+        ready, network = self._ready, self.network
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled and not (network.frozen and self._holds_back(handle)):
                 handle._run()
-                self._after_callback()
+                self._after_callback(handle)
 
     def _holds_back(self, handle: asyncio.Handle) -> bool:
         """A process that is stopped runs nothing; its timers become due all the same and fire once it goes on."""
@@ -106,9 +112,11 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
         """Let time pass until something is ready; what the poller reported."""
         while True:
             self.network.deliver()
-            events = self._poller.select()
+            events = self._poller.select() if self.network.touched else []
+            if events or self._ready or self._stopping:
+                return events
             timer_ns = self._next_timer_ns()
-            if events or self._ready or self._stopping or (timer_ns is not None and timer_ns <= self.now_ns):
+            if timer_ns is not None and timer_ns <= self.network.now_ns:
                 return events
             self._advance(timer_ns)
 
@@ -119,18 +127,21 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
         self.network.now_ns = min(instants)
         self._callbacks_at_instant = 0
 
-    def _after_callback(self) -> None:
+    def _after_callback(self, handle: asyncio.Handle) -> None:
         self.callbacks += 1
         self._callbacks_at_instant += 1
         if self._callbacks_at_instant > LIVELOCK_CALLBACKS:
             raise Livelock(
                 f"{LIVELOCK_CALLBACKS} callbacks at {self.time():.6f} s without time moving:\n{self._describe_tasks()}"
             )
-        if self.after_event is not None:
-            self.after_event()
+        if (check := self.after_event) is not None:
+            self.after_event = None  # what it raises ends the run, and what is left is only tidied up
+            check(self.network.host_of(handle._context))  # type: ignore[attr-defined]
+            self.after_event = check
         if self.callbacks % COLLECT_EVERY_CALLBACKS == 0:
             gc.collect()
-        self.raise_unhandled()
+        if self._unhandled:
+            self.raise_unhandled()
 
     # -- signals ---------------------------------------------------------------------------------------------------------
 

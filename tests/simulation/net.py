@@ -40,7 +40,9 @@ FIRST_EPHEMERAL_PORT = 32_768
 SYN_RETRIES = 6
 """As Linux: after 1, 2, 4 ... s, giving up with ETIMEDOUT after 127 s."""
 
-_HERE: ContextVar[str] = ContextVar("host", default="local")
+LOCAL = "local"
+"""Where code runs that is on no host: the world itself, and the store."""
+_HERE: ContextVar[str] = ContextVar("host", default=LOCAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class Network:
         self._arrivals: Agenda[Callable[[], None]] = Agenda(rng)
         self._next_fd = FIRST_FD
         self._flows = 0
-        self.add_host("local", "10.0.0.1")
+        self.add_host(LOCAL, "10.0.0.1")
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -263,8 +265,12 @@ class Network:
 
     def stopped(self, context: Context) -> str | None:
         """The frozen host that a callback of this context runs on; None when it may run."""
-        host = context.get(_HERE, "local")
+        host = self.host_of(context)
         return host if host in self.frozen else None
+
+    def host_of(self, context: Context) -> str:
+        """Where a callback of this context runs; "local" where nothing was said."""
+        return context.get(_HERE, LOCAL)
 
     @property
     def next_ns(self) -> int | None:

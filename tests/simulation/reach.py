@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from gateway.dispatch.credit import share_left
 from gateway.queue.base import Place, SessionReport
 from tests.simulation.hosts import WALL_OFFSET_S, GatewayHost
-from tests.simulation.invariants import InvariantBroken
+from tests.simulation.invariants import Invariant, InvariantBroken
 from tests.simulation.store import WatchedStore
 
 CLOCKS_APART_S = 0.3
@@ -52,14 +52,14 @@ class Reach:
         counted: Counter[Place] = Counter()
         once: set[str] = set()
         for host in hosts:
-            if host.gateway.presence.leads:
-                self._reign = max(self._reign, host.gateway.presence.epoch)
+            if host.presence.leads:
+                self._reign = max(self._reign, host.presence.epoch)
         for host in hosts:
             one = self._processes.setdefault(host.session_id, _Process())
             running = dict(_running(host))
             for work_id, _ in running:
                 if work_id in once:
-                    raise InvariantBroken(f"at {now_s:.6f} s work {work_id} runs twice")
+                    raise InvariantBroken(Invariant.RUNS_ONCE, f"at {now_s:.6f} s work {work_id} runs twice")
                 once.add(work_id)
             self._in_its_time(host, one, running, now_s)
             self._follow(host, one, now_s)
@@ -73,7 +73,7 @@ class Reach:
         return dict(counted)
 
     def _follow(self, host: GatewayHost, one: _Process, now_s: float) -> None:
-        until_s = self._store.present(host.gateway.presence.session) - WALL_OFFSET_S
+        until_s = self._store.present(host.presence.session) - WALL_OFFSET_S
         if until_s - now_s > CLOCKS_APART_S:
             one.away_s = None
         elif one.away_s is None and now_s - self._store.flushed_s > AFTER_FLUSH_S:
@@ -86,7 +86,8 @@ class Reach:
             until_s = self._store.granted_until_s.get(attempt, math.inf) - WALL_OFFSET_S
             if now_s > until_s and attempt[0] not in host.on_credit and now_s != host.thawed_s:
                 raise InvariantBroken(
-                    f"at {now_s:.6f} s {host.name} started {attempt}: its grant had expired at {until_s:.6f} s"
+                    Invariant.GRANT_VALID,
+                    f"at {now_s:.6f} s {host.name} started {attempt}: its grant had expired at {until_s:.6f} s",
                 )
 
     def _within_share(
@@ -103,8 +104,9 @@ class Reach:
             asked = attempt in one.running or attempt[0] not in host.on_credit
             if not asked and by_place[place] > share_left(windows.get(place[1], 0), since_s):
                 raise InvariantBroken(
+                    Invariant.INSIDE_SHARE,
                     f"at {now_s:.6f} s {host.name}, cut off for {since_s:.1f} s, started {place[1]} work number"
-                    f" {by_place[place]} on {place[0]}: its share is {share_left(windows.get(place[1], 0), since_s)}"
+                    f" {by_place[place]} on {place[0]}: its share is {share_left(windows.get(place[1], 0), since_s)}",
                 )
 
     def _kept_free(self, one: _Process, now_s: float) -> Counter[Place]:

@@ -49,12 +49,12 @@ async def served(loop: SimLoop, requests: int, clients: int) -> int:
 
 
 def test_aiohttp_serves_twenty_thousand_requests_in_seconds() -> None:
-    begun_s = time.perf_counter()
+    begun_s = time.process_time()
 
     right = run(lambda loop: served(loop, 20_000, 20), seed=1)
 
     assert right == 20_000
-    assert time.perf_counter() - begun_s < 20
+    assert time.process_time() - begun_s < 20
 
 
 async def a_varied_world(loop: SimLoop) -> str:
@@ -216,7 +216,7 @@ def test_an_exception_that_nobody_awaits_ends_the_run() -> None:
 
 def test_what_the_check_after_an_event_raises_ends_the_run() -> None:
     async def main(loop: SimLoop) -> None:
-        def check() -> None:
+        def check(_host: str) -> None:
             assert loop.time() < 10, "an invariant"
 
         loop.after_event = check
