@@ -14,6 +14,7 @@ places meanwhile, and what was granted and is on its way to the engine, is added
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import replace
 
 from gateway.bench.baselines import Unlearning
@@ -27,6 +28,7 @@ from gateway.replay.world import World
 from policies.sizing import Granted, SizingEvent, Window
 from policies.vocabulary import EngineState, EngineView, Guard, GuardReading, Verdict, Work
 
+LATELY_S = 5.0
 KEPT_S = 0.1
 """A trajectory of an engine that takes no steps is made anew after this."""
 ADMITTED = Verdict(admitted=True, guards=(GuardReading(Guard.NONE, 0.0, 0.0, passed=True),))
@@ -98,6 +100,7 @@ class _Engine:
         self._trajectory: Trajectory | None = None
         self._taken_s, self._steps = -math.inf, -1
         self._known, self._added = 0, 0
+        self._marks: deque[tuple[float, float, int]] = deque([(-math.inf, 0.0, 0)], maxlen=2)
         self._last: Request | None = None
 
     def granted(self, work_id: str) -> None:
@@ -136,6 +139,7 @@ class _Engine:
             now_s=world.now_s,
             until_s=duration_s,
             tpot_sla_s=self._tpot_sla_s,
+            lately_s=self._lately_s(),
             is_bulk=self._is_bulk,
         )
         self._last = None
@@ -146,6 +150,17 @@ class _Engine:
             else:
                 trajectory.add(course.request)
         return trajectory
+
+    def _lately_s(self) -> float:
+        """What a step of the engine took on average over the last LATELY_S or two, prompts included."""
+        now_s, totals = self._world.now_s, self.host.engine.totals
+        if totals.steps < self._marks[-1][2]:  # another engine in its place
+            self._marks.clear()
+            self._marks.append((now_s, totals.busy_s, totals.steps))
+        if now_s - self._marks[-1][0] >= LATELY_S:
+            self._marks.append((now_s, totals.busy_s, totals.steps))
+        _, busy_s, steps = self._marks[0]
+        return (totals.busy_s - busy_s) / (totals.steps - steps) if totals.steps > steps else 0.0
 
     def _is_bulk(self, sequence_id: str) -> bool:
         course = self._world.courses.get(sequence_id)

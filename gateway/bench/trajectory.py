@@ -39,6 +39,8 @@ FAR_S = 2.0
 MOST_STEPS = 64
 """Played on: a burst longer than that is judged by its beginning."""
 TTFT_MARGIN = 0.9
+SPARE_STEPS = 1.2
+"""Times the steps of now that the rest of a run may have: they become shorter where others end."""
 HALF_BLOCK_TOKENS = 8
 _WHATEVER_THE_SIZE = frozenset({Guard.SEATS, Guard.TPOT})
 _BY_ITS_LIFE = frozenset({Guard.KV, Guard.STALL})
@@ -86,9 +88,15 @@ class Trajectory:
         now_s: float,
         until_s: float | None,
         tpot_sla_s: float,
+        lately_s: float,
         is_bulk: Callable[[str], bool],
     ) -> None:
-        """until_s: when bulk's part of the run is over; None: never before its end. is_bulk: of a sequence, by its id."""
+        """Of an engine as it is.
+
+        until_s    when bulk's part of the run is over; None: never before its end
+        lately_s   what a step took on average of late
+        is_bulk    of a sequence, by its id
+        """
         self._arrivals, self._coming = arrivals, arrivals.coming
         self._model, self._limits = host.spec.profile.step_model, host.scheduler.limits
         self._lookahead = host.spec.profile.lookahead
@@ -114,8 +122,8 @@ class Trajectory:
         self._refused: list[tuple[int, int, Guard]] = []
         self._tolerated: list[float] | None = None
         self._derive()
-        self._step_s = self._mean_step_s()
-        self._left_steps = math.inf if until_s is None else max(0.0, until_s - now_s) / self._step_s
+        self._step_s = max(self._mean_step_s(), lately_s)
+        self._left_steps = math.inf if until_s is None else SPARE_STEPS * max(0.0, until_s - now_s) / self._step_s
         coming = arrivals.held(now_s, self._step_s)
         # what is to come holds at a time what it holds at the points around it at most
         self._coming_held = [max(coming[max(0, at - 1)], coming[at]) for at in range(POINTS)]
@@ -182,13 +190,11 @@ class Trajectory:
 
     def _memory_lasts(self, request: Request) -> bool:
         """Memory peaks where a sequence ends: those ends are looked at, and the work's own."""
-        output, mine = request.output_tokens, request.prompt_tokens + HALF_BLOCK_TOKENS
+        last, mine = min(request.output_tokens, self._left_steps), request.prompt_tokens + HALF_BLOCK_TOKENS
         if self._peaks is None:
             self._peaks = self._highest_so_far()
-        before = bisect_right(self._steps, min(output, self._left_steps))
-        if self._peaks[before] + mine > self._capacity:
-            return False
-        return output > self._left_steps or self._others_at(output) + mine + output <= self._capacity
+        highest = max(self._peaks[bisect_right(self._steps, last)], self._others_at(last) + last)
+        return highest + mine <= self._capacity
 
     def _highest_so_far(self) -> list[float]:
         """Item i: the most that all others, and one token a step for a newcomer, have held by the i-th end."""
