@@ -178,7 +178,7 @@ class Herald:
             for name, (value, source) in told["sample"].items()
             if name in _SIGNALS
         }
-        engine.sample = Sample(now_s - float(told["sample_age_s"] or 0.0), values)
+        engine.sample, engine.asked_s = Sample(now_s - float(told["sample_age_s"] or 0.0), values), -math.inf
         engine.gpu = gpu_from_plain(told.get("gpu"), now_s)
 
 

@@ -86,8 +86,9 @@ class Poller:
             engine.standing.tried(problem, pool_s=self._clock.pool_s(), now_s=self._clock.now_s())
         unsampled = ""
         if probe.ready:  # sampled before it is up, so that nobody judges its room by what it said before an outage
+            asked_s = self._clock.now_s()
             try:
-                engine.sampled(await engine.backend.sample(), self._clock.now_s())
+                engine.sampled(await engine.backend.sample(), self._clock.now_s(), asked_s=asked_s)
             except BackendError as error:
                 unsampled = str(error)
         engine.heard(probe, self._clock.now_s())

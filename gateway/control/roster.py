@@ -41,6 +41,7 @@ class Engine:
     gone       nothing listens at its address: what waits there waits in vain
     withheld   of its models, those that it gets no work for because others in rotation have them
     pulse      what this process's own calls to it say
+    asked_s   monotonic time before the sample was asked for; -inf for one that another process asked for
     """
 
     settings: EngineSettings
@@ -59,6 +60,7 @@ class Engine:
     pulse: Pulse = field(default_factory=Pulse)
     sample: Sample = UNSEEN
     counted_s: float = -math.inf
+    asked_s: float = -math.inf
     gpu: GpuSample = GPU_UNSEEN
     failed_probes: int = 0
     silent_probes: int = 0
@@ -127,12 +129,12 @@ class Engine:
             self.standing.lost(now_s)
         self.settle()
 
-    def sampled(self, sample: Sample, now_s: float) -> None:
+    def sampled(self, sample: Sample, now_s: float, *, asked_s: float = -math.inf) -> None:
         """Take a sample, and note when its counters last moved."""
         for counter in _COUNTERS:
             if sample.value(counter) != self.sample.value(counter):
                 self.counted_s = now_s
-        self.sample = sample
+        self.sample, self.asked_s = sample, asked_s
 
     def withhold(self, models: frozenset[str]) -> None:
         """Get no work for these models from now on."""

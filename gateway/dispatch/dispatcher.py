@@ -194,6 +194,7 @@ class Dispatcher:
         if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:
             self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
             self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
+        self._ledger[grant.engine].entries[grant.work_id, grant.attempt].taken = True
         self._journal.began(work, grant.engine, grant.attempt, self._presence.now_ms())
 
     def honours(self, grant: Grant) -> bool:
@@ -260,8 +261,11 @@ class Dispatcher:
 
     def finished(self, work: Work, grant: Grant, outcome: Outcome | None) -> None:
         """An attempt ended, or its grant will not be used; frees its place. Idempotent per attempt."""
-        if self._ledger[grant.engine].remove(grant.work_id, grant.attempt):
+        entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
+        if entry is not None and self._ledger[grant.engine].remove(grant.work_id, grant.attempt):
             now_s = self._clock.pool_s()
+            if entry.progress is not None and not self._presence.sole:
+                self._steward.finished(grant.engine, entry)
             self._known(grant)
             self._journal.ended(grant.work_id, grant.attempt, outcome, int(now_s * 1000))
             self._learn(now_s, Finished(work, grant.engine, outcome, grant.attempt))
@@ -389,7 +393,11 @@ class Dispatcher:
             answers = await self._claim_once_more(grants)
         except BaseException:
             for grant in grants:
-                self._uncertain[grant.work_id, grant.attempt] = grant
+                entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
+                if (
+                    entry is not None and not entry.taken
+                ):  # else its owner has found it meanwhile, and it runs or is over
+                    self._uncertain[grant.work_id, grant.attempt] = grant
             raise
         for grant, claimed in zip(grants, answers, strict=True):
             self._uncertain.pop((grant.work_id, grant.attempt), None)

@@ -9,7 +9,7 @@ attempts last did: the sizing policy reads steps from how far works come within 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -34,6 +34,7 @@ class _Attempt:
     engine: str
     attempt: int
     session: Session
+    began_s: float
     shown_tokens: int
     shown_s: float
     prefilled: bool
@@ -53,9 +54,11 @@ class Elsewhere:
     missed   events whose numbers are missing: dropped before this leader could read them
     """
 
-    __slots__ = ("_attempts", "_journals", "_tokens_per_s", "missed")
+    __slots__ = ("_attempts", "_journals", "_on_ended", "_tokens_per_s", "missed")
 
-    def __init__(self) -> None:
+    def __init__(self, on_ended: Callable[[str, float, float], None]) -> None:
+        """on_ended: told of each end that a session told of: the engine, when the attempt began there and when it ended."""
+        self._on_ended = on_ended
         self._attempts: dict[Key, _Attempt] = {}
         self._journals: dict[Session, _Journal] = {}
         self._tokens_per_s: dict[str, float] = {}
@@ -103,6 +106,13 @@ class Elsewhere:
             if one.engine == engine
         ]
 
+    def count(self, engine: str, began_by_s: float, sessions: Container[Session]) -> int:
+        """Attempts of these sessions on an engine that began by then and run, as far as was told."""
+        return sum(
+            one.engine == engine and one.began_s <= began_by_s and one.session in sessions
+            for one in self._attempts.values()
+        )
+
     def forget(self, session: Session) -> list[News]:
         """A session is over or lost: its attempts are known by its sums, if at all."""
         self._journals.pop(session, None)
@@ -122,7 +132,7 @@ class Elsewhere:
             journal.began.pop(before.began, None)
         journal.began[number] = key
         self._attempts[key] = _Attempt(
-            number, event.work, event.engine, event.attempt, session, event.shown_tokens, at_s, event.prefilled
+            number, event.work, event.engine, event.attempt, session, at_s, event.shown_tokens, at_s, event.prefilled
         )
         return before is not None
 
@@ -137,6 +147,7 @@ class Elsewhere:
         one = self._attempts.pop(journal.began.pop(event.began, _NOWHERE), None)
         if one is None:
             return []
+        self._on_ended(one.engine, one.began_s, at_s)
         work, outcome = one.work, event.outcome
         if outcome is not None:
             outcome = replace(

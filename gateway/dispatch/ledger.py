@@ -51,6 +51,7 @@ class Entry:
 
     output_tokens   shown by the last refresh
     recalled   it is being given up
+    taken     its owner, in this process, has taken the grant up
     claimed   whose it is, and the grant's place in that session's order; None: it runs (or will) in this process
     """
 
@@ -62,6 +63,7 @@ class Entry:
     prefill_tokens: int = 0
     output_tokens: int = 0
     prefilled: bool = False
+    taken: bool = False
     recalled: bool = False
 
 
@@ -156,6 +158,10 @@ class EngineLedger:
     def entries_of(self, class_name: str) -> int:
         """Attempts of a class that run in this process, or will."""
         return sum(one.claimed is None and one.work.class_name == class_name for one in self.entries.values())
+
+    def sent_by(self, by_s: float) -> int:
+        """Attempts of this process that were sent by then."""
+        return sum(one.progress is not None and one.granted_s <= by_s for one in self.entries.values())
 
     def running(self, class_name: str) -> int:
         """Works of a class in flight, without what is only allowed."""

@@ -11,7 +11,8 @@ What a session is counted with is what it may keep when it is cut off; a floor o
 idle in a busy moment could go on.
 
 A session that is no longer in the store may be cut off and alive, however it went. What it had stays reserved; once its
-validity is over it halves every 10 s, for a minute, or ends when the same process reports under a new session. A new
+validity is over it halves every 10 s, for a minute, or ends when the same process reports under a new session. Where the
+engines tell what they run, what they show of silent sessions counts instead (`sightings`). A new
 leader first takes over what its predecessors granted and allowed.
 """
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gateway.clock import Clock
@@ -29,6 +30,7 @@ from gateway.control.roster import Roster
 from gateway.dispatch.credit import NOTHING, RESERVED_S, share_left
 from gateway.dispatch.elsewhere import Elsewhere, Key, News
 from gateway.dispatch.ledger import Entry, Ledger
+from gateway.dispatch.sightings import Sightings
 from gateway.queue.base import Credit, InFlight, Place, Queue, QueueUnavailable, Session, SessionReport, Vitals
 from policies.credit import FLOORS, Allowance, allot, creditable, homes, room, typical
 from policies.sizing import Running, SizingPolicy
@@ -38,6 +40,8 @@ CREDIT_VALID_S = 2.0
 UNREPORTED_S = 1.0
 """An owner reads its grants within a quarter of a second and reports at once; past this the store is asked."""
 TYPICAL_PROMPT_TOKENS = 512
+SILENT_S = 1.5
+"""Three beats: a process that reports no more is dead, stopped or cut off."""
 _RATE_WEIGHT = 0.3
 
 
@@ -60,6 +64,10 @@ class _Other:
     def silent_s(self, now_s: float) -> float:
         """How long ago it reported."""
         return max(0.0, now_s - self.report.renewed_ms / 1000)
+
+    def can_use_credit(self, now_s: float) -> bool:
+        """Whether credit given now would be of use to anybody."""
+        return self.report.serves and self.silent_s(now_s) <= SILENT_S
 
 
 @dataclass(slots=True)
@@ -87,6 +95,7 @@ class Steward:
         "_presence",
         "_queue",
         "_roster",
+        "_sightings",
         "_sizing",
         "_store",
         "_typical",
@@ -113,7 +122,8 @@ class Steward:
         self._others: dict[Session, _Other] = {}
         self._lost: dict[Session, _Other] = {}
         self._typical: dict[str, float] = {}
-        self._elsewhere = Elsewhere()
+        self._sightings = Sightings()
+        self._elsewhere = Elsewhere(self._sightings.ended)
         self._heard_seq = 0
 
     @property
@@ -181,6 +191,7 @@ class Steward:
             if session != self._presence.session:
                 taken += [entry for _, entry in self._ledger.taken_over(session, report.grants_seq)]
             self._count(session, other, now_s)
+        self._look_at_engines(now_s, reports)
         # A claim may have been made for a session that had run out and was not swept yet.
         for session in [one for one in {**self._others, **self._ledger.claimed()} if one not in reports]:
             taken += self._lose(session, now_s)
@@ -195,6 +206,27 @@ class Steward:
         taken += await self._drop_settled(now_s)
         hearing.news.sort(key=_when)
         return hearing
+
+    def finished(self, engine: str, entry: Entry) -> None:
+        """An attempt that was sent from this process has ended."""
+        self._sightings.ended(engine, entry.granted_s, self._clock.pool_s())
+
+    def _look_at_engines(self, now_s: float, reports: Mapping[Session, SessionReport]) -> None:
+        """Compare the newest polls with what runs, as long as somebody is silent."""
+        self._sightings.forget_old(now_s)
+        if all(one.silent_s(now_s) <= SILENT_S for one in (*self._others.values(), *self._lost.values())):
+            return
+        to_pool_s = now_s - self._clock.now_s()
+        for engine in self._roster:
+            if engine.asked_s == -math.inf:
+                continue  # what a predecessor published: nobody knows when it asked
+            asked_s, taken_s = engine.asked_s + to_pool_s, engine.sample.taken_s + to_pool_s
+            heard = {session for session, report in reports.items() if report.renewed_ms / 1000 > taken_s}
+
+            def running(by_s: float, name: str = engine.name, heard: Container[Session] = heard) -> int:
+                return self._ledger[name].sent_by(by_s) + self._elsewhere.count(name, by_s, heard)
+
+            self._sightings.look(engine.name, engine.sample, asked_s=asked_s, taken_s=taken_s, running=running)
 
     def _granted_here(self, engine: str, key: Key) -> bool:
         """Whether an attempt that began elsewhere is one that we granted: it is in its session's sums from now on."""
@@ -216,6 +248,7 @@ class Steward:
 
     def step_down(self) -> Hearing:
         """This process leads no more: keep count of nothing but what runs here."""
+        self._sightings.forget_all()
         return Hearing(self._ledger.only_here(), self._elsewhere.forget_all())
 
     async def _drop_settled(self, now_s: float) -> list[Entry]:
@@ -259,7 +292,7 @@ class Steward:
         if own is not None:
             own.report = replace(own.report, started=dict(own_started))
         sessions = sorted(self._others, key=lambda session: (session.id, session.epoch))
-        serving = [session for session in sessions if self._others[session].report.serves]
+        serving = [session for session in sessions if self._others[session].can_use_credit(now_s)]
         views = self._roster.views(self._clock.now_s())
         wanted = self._wanted(serving, views, waiting, now_s)
         floors = self._floors(serving, views, now_s)
@@ -376,20 +409,41 @@ class Steward:
                 continue
             runs = NOTHING if here else other.report.in_flight.get(place, NOTHING)
             unspent, credit = _unspent(other, place), other.credits.get(place)
-            works, share = runs.works + unspent.works, 0 if credit is None else credit.share
+            runs_most, share = runs.works + unspent.works, 0 if credit is None else credit.share
             if here:
                 share -= self._ledger[engine].entries_of(class_name)
-            if lost and silent_s > SESSION_VALID_S and now_s > other.whole_s:
-                works = share_left(max(works, share), silent_s)
+            seen = None if here or silent_s <= SILENT_S else self._seen(other, place)
+            if seen is not None:
+                # It starts nothing any more, but on its share.
+                left = share_left(max(runs_most, share), silent_s) if self._has_objective(class_name) else 0
+                works = max(min(runs_most, seen), left)
+            elif lost and silent_s > SESSION_VALID_S and now_s > other.whole_s:
+                works = share_left(max(runs_most, share), silent_s)
             else:
-                works = max(works, share_left(share, silent_s), 0)
+                works = max(runs_most, share_left(share, silent_s), 0)
             if works:
+                part = min(1.0, works / runs_most) if runs_most else 0.0
                 sums[engine][class_name] = InFlight(
-                    works, runs.kv_tokens + unspent.kv_tokens, runs.prefill_tokens + unspent.prefill_tokens
+                    works,
+                    int(part * (runs.kv_tokens + unspent.kv_tokens)),
+                    int(part * (runs.prefill_tokens + unspent.prefill_tokens)),
                 )
                 allowed[engine][class_name] = works if lost else works - runs.works
         for engine, by_class in sums.items():
             self._ledger[engine].elsewhere(session, by_class, allowed[engine])
+
+    def _seen(self, other: _Other, place: Place) -> int | None:
+        """What the engine shows beyond the works of all others, since a silent session could start nothing there any more
+        but on its share; None when that cannot be told."""
+        credit = other.credits.get(place)
+        since_s = other.report.renewed_ms / 1000 + SILENT_S
+        if credit is not None and _in_use(other, credit):
+            since_s = max(since_s, credit.expires_ms / 1000)
+        return self._sightings.at_most(place[0], max(since_s, other.whole_s))
+
+    def _has_objective(self, class_name: str) -> bool:
+        policy = self._store.current
+        return class_name in policy.classes and policy.class_policy(class_name).has_ttft_objective
 
     def _uncount(self, session: Session) -> None:
         for engine in self._roster:

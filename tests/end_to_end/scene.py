@@ -60,6 +60,6 @@ async def loaded(pool: Pool) -> AsyncIterator[Scene]:
             await streams.flows(leader, other)
             scene = Scene(pool, leader, other, streams, windows, leaders)
             yield scene
-    assert pool.for_bulk < windows.most <= pool.places
+    assert windows.most in range(pool.for_bulk + 1, pool.places + 1)
     assert leaders.at_once() == []
     assert scene.late == []

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.base import ModelCard, Probe
+from backends.base import Measured, ModelCard, Probe, Sample, Signal
 from gateway.clock import PoolClock
 from gateway.control.presence import SESSION_VALID_S
 from gateway.control.roster import Engine, Roster
-from gateway.dispatch.credit import CreditBook
+from gateway.dispatch.credit import CreditBook, share_left
 from gateway.dispatch.ledger import Ledger
 from gateway.dispatch.steward import Steward
 from gateway.queue.base import InFlight, Session, SessionReport
@@ -271,3 +271,48 @@ def test_the_leader_keeps_at_least_what_the_cut_off_process_may_use(silent_s: fl
 
     kept = pool.counted - max(on.running + on.book.unspent(PLACE, pool.now_s), on.book.share(PLACE, pool.now_s))
     assert off.book.share(PLACE, pool.now_s) <= kept
+
+
+def silent_with(pool: Pool, *, chat: int, night: int, engine_shows: int | None, for_s: float) -> tuple[int, int]:
+    """One process reports once what it runs and is heard of no more: what the leader counts by class at the end."""
+    sums = {("e", "chat"): InFlight(chat, 10 * chat, 0), ("e", "night"): InFlight(night, 10 * night, 0)}
+    now(
+        pool.queue.renew_session(
+            Session("gone", 1),
+            now_ms=int(pool.now_s * 1000),
+            valid_for_ms=5_000,
+            report=SessionReport(sums, serves=False),
+        )
+    )
+    began_s = pool.now_s
+    while pool.now_s - began_s < for_s:
+        pool.now_s += 0.25
+        if engine_shows is not None:
+            values = {Signal.RUNNING: Measured(engine_shows, "test"), Signal.WAITING: Measured(0, "test")}
+            pool.engine.sample, pool.engine.asked_s = Sample(pool.now_s, values), pool.now_s
+        pool.tick()
+    in_flight = pool.engine.view(pool.now_s).in_flight
+    return in_flight.get("chat", 0), in_flight.get("night", 0)
+
+
+def test_a_dead_process_s_places_are_free_as_soon_as_its_engine_shows_it() -> None:
+    counted = silent_with(Pool([]), chat=0, night=3, engine_shows=0, for_s=2.0)
+
+    assert counted == (0, 0)
+
+
+def test_of_a_dead_process_s_urgent_places_its_share_is_kept_since_it_may_be_cut_off() -> None:
+    chat, night = silent_with(Pool([]), chat=2, night=1, engine_shows=0, for_s=5.0)
+
+    assert (chat, night) == (share_left(2, 5.0), 0)
+
+
+def test_works_of_a_silent_process_count_for_as_long_as_its_engine_shows_them() -> None:
+    counted = silent_with(Pool([]), chat=0, night=3, engine_shows=3, for_s=30.0)
+
+    assert counted == (0, 3)
+
+
+def test_without_a_word_of_the_engine_all_counts_until_the_session_is_over_and_decays_then() -> None:
+    assert silent_with(Pool([]), chat=0, night=4, engine_shows=None, for_s=4.5) == (0, 4)
+    assert silent_with(Pool([]), chat=0, night=4, engine_shows=None, for_s=12.0) == (0, share_left(4, 12.0))
