@@ -394,9 +394,8 @@ class Dispatcher:
         except BaseException:
             for grant in grants:
                 entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
-                if (
-                    entry is not None and not entry.taken
-                ):  # else its owner has found it meanwhile, and it runs or is over
+                # One that its owner has found in the store meanwhile runs by now, or is over.
+                if entry is not None and not entry.taken:
                     self._uncertain[grant.work_id, grant.attempt] = grant
             raise
         for grant, claimed in zip(grants, answers, strict=True):

@@ -83,7 +83,7 @@ class Holder:
             self.book.renewed(renewed, sent_s=sent_s, now_ms=now_ms)
 
     def end_what_outlasts_its_share(self) -> None:
-        if self.failing:
+        if self.failing or self.pool.now_s - self.book._renewed_s > SESSION_VALID_S:
             self.running = min(
                 self.running, max(self.book.share(PLACE, self.pool.now_s), self.book.unspent(PLACE, self.pool.now_s))
             )

@@ -1,0 +1,93 @@
+"""A claim of which nobody knows whether it was made: what its owner has found in the store meanwhile is not in doubt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from backends.base import ModelCard, Probe
+from gateway.clock import PoolClock
+from gateway.control.policy_store import PolicyStore
+from gateway.control.roster import Engine, Roster
+from gateway.dispatch.ledger import Ledger
+from gateway.dispatch.member import Member
+from gateway.queue.base import Claimed, QueueUnavailable, Session
+from gateway.queue.memory_queue import MemoryQueue
+from gateway.settings import EngineSettings
+from policies.limits import FollowingSizing
+from policies.vocabulary import Grant, Work
+from tests.gateway.replay.quiet import QUIET
+from tests.policies.worlds import policy
+
+POLICY = policy("version: 1\nclasses: {chat: {ttft_sla_s: 1}}\nsizing: {fixed: {total: 4, windows: {chat: 4}}}\n")
+WORK = Work("w", "chat", "t", "m", "/v1/completions", 0.0, 0.0, prompt_tokens=10)
+BOUNDS = {"chat": 9}
+
+
+class Losing(MemoryQueue):
+    """A store whose answers to claims get lost; meanwhile: what happens while the second one is waited for."""
+
+    meanwhile: Any = None
+    calls = 0
+
+    async def claim_many(
+        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
+    ) -> list[Claimed | None]:
+        self.calls += 1
+        if self.calls == 1:
+            await super().claim_many(grants, now_ms=now_ms, runner=runner)
+        else:
+            await self.meanwhile()
+        raise QueueUnavailable("the answer was lost")
+
+
+async def test_an_attempt_that_runs_stays_in_the_ledger_when_the_leader_that_was_unsure_of_it_steps_down() -> None:
+    clock = PoolClock(lambda: 100.0, offset_s=0.0)
+    queue = Losing(lambda: 100_000)
+    ledger = Ledger()
+    speaks: Any = SimpleNamespace(speaks=lambda _path: True, kind="vllm")
+    engine = Engine(EngineSettings("e", "http://e"), ledger["e"], 0.5, backend=speaks)
+    engine.heard(Probe(ready=True, models=(ModelCard("m", {}, None),)), 100.0)
+
+    async def never(_engine: Engine, _kind: str) -> Any:
+        raise AssertionError("the engine is open")
+
+    member = Member(
+        queue,
+        session_id="a",
+        sole=False,
+        candidate=True,
+        store=PolicyStore(None, log=QUIET, clock=clock, policy=POLICY),
+        sizing=FollowingSizing(POLICY),
+        roster=Roster([engine]),
+        ledger=ledger,
+        clock=clock,
+        rng=random.Random(1),
+        log=QUIET,
+        open_kind=never,
+        sink=lambda _decision: None,
+        on_heard=lambda _engine: None,
+    )
+    queue.meanwhile = member.owner._take_grants
+    await queue.lead("nobody", now_ms=1, valid_for_ms=1)
+    await member.presence.beat()
+    assert member.presence.leads
+    async with member.batcher, asyncio.TaskGroup() as group:
+        waiting = group.create_task(member.owner.wait(WORK, BOUNDS))
+        await asyncio.sleep(0)
+        while not queue._works:
+            await asyncio.sleep(0)
+        with contextlib.suppress(QueueUnavailable):
+            await member.dispatcher.round()
+        grant = await waiting
+
+        member.dispatcher._step_down()
+
+        assert queue.calls == 2
+        assert ("w", 1) in ledger["e"].entries
+        member.owner.finished(WORK, grant, None)
+    assert not ledger["e"].entries
