@@ -19,18 +19,36 @@ from backends.llamacpp import LlamaCpp
 from backends.openai_compatible import OpenAICompatible, Pool
 from backends.sglang import SGLang
 from backends.tgi import Tgi
+from backends.triton import Triton
+from backends.trtllm import TrtLlm
 from backends.vllm import Vllm
 
 BACKENDS: dict[str, type[OpenAICompatible]] = {
-    adapter.kind: adapter for adapter in (Vllm, Tgi, SGLang, LlamaCpp, OpenAICompatible)
+    adapter.kind: adapter for adapter in (Vllm, Tgi, SGLang, LlamaCpp, TrtLlm, Triton, OpenAICompatible)
 }
 """Kind -> adapter; the kinds an operator may name in the settings."""
 
 ASK_S = 5.0
 
-_METRIC = re.compile(rb"^(?:# (?:HELP|TYPE) )?(vllm:|tgi_|sglang:|llamacpp:)", re.MULTILINE)
-_KIND_OF_PREFIX = {b"vllm:": "vllm", b"tgi_": "tgi", b"sglang:": "sglang", b"llamacpp:": "llamacpp"}
-_OWNERS = frozenset({"vllm", "sglang", "llamacpp"})
+_METRIC = re.compile(
+    rb"^(?:# (?:HELP|TYPE) )?(vllm:|ray_vllm|tgi_|sglang:|llamacpp:|trtllm_|nv_trt_llm_)", re.MULTILINE
+)
+_KIND_OF_PREFIX = {
+    b"vllm:": "vllm",
+    b"ray_vllm": "vllm",
+    b"tgi_": "tgi",
+    b"sglang:": "sglang",
+    b"llamacpp:": "llamacpp",
+    b"trtllm_": "trtllm",
+    b"nv_trt_llm_": "triton",
+}
+_OWNERS = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "llamacpp": "llamacpp",
+    "tensorrt_llm": "trtllm",
+    "triton inference server": "triton",
+}
 _PAGES: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
     ("tgi", b"/info", ("model_id", "max_concurrent_requests")),
     ("sglang", b"/get_server_info", ("model_path", "tp_size")),
@@ -39,12 +57,13 @@ _PAGES: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
 )
 
 
-async def detect(pool: Pool, *, ask_s: float = ASK_S) -> str | None:
+async def detect(pool: Pool, *, ask_s: float = ASK_S, metrics_pool: Pool | None = None) -> str | None:
     """The kind of engine behind the pool, None while that cannot be told. Raises nothing but cancellation.
 
-    ask_s   bound on each of at most six requests; a silent address costs two
+    ask_s          bound on each of at most seven requests; a silent address costs two
+    metrics_pool   where /metrics is, if elsewhere
     """
-    metrics = await _ask(pool, b"/metrics", ask_s)
+    metrics = await _ask(metrics_pool or pool, b"/metrics", ask_s)
     if metrics is not None and metrics[0] == 200 and (found := _METRIC.search(metrics[2])):
         return _KIND_OF_PREFIX[found[1]]
     models = await _ask(pool, b"/v1/models", ask_s)
@@ -71,13 +90,14 @@ def make_backend(
     pool: Pool,
     *,
     monotonic: Callable[[], float] = time.monotonic,
-    priority_honoured: bool = False,
+    priority_honoured: bool | None = None,
+    metrics_pool: Pool | None = None,
 ) -> OpenAICompatible:
-    """The adapter of that kind; it owns the pool from now on. Raises ValueError for a kind that nobody has."""
+    """The adapter of that kind; it owns the pools from now on. Raises ValueError for a kind that nobody has."""
     adapter = BACKENDS.get(kind)
     if adapter is None:
         raise ValueError(f"engine {address.name}: kind {kind!r}: expected auto or one of {', '.join(BACKENDS)}")
-    return adapter(address, pool, monotonic=monotonic, priority_honoured=priority_honoured)
+    return adapter(address, pool, monotonic=monotonic, priority_honoured=priority_honoured, metrics=metrics_pool)
 
 
 async def _ask(pool: Pool, target: bytes, ask_s: float) -> tuple[int, Headers, bytes] | None:
@@ -96,4 +116,4 @@ def _owner(models: tuple[int, Headers, bytes] | None) -> str:
     listed = _object(models).get("data")
     entries = listed if isinstance(listed, list) else []
     owners = {str(entry.get("owned_by")).lower() for entry in entries if isinstance(entry, dict)}
-    return next(iter(owners & _OWNERS), "")
+    return next((kind for owner, kind in _OWNERS.items() if owner in owners), "")

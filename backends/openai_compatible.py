@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import orjson
@@ -88,13 +88,15 @@ class OpenAICompatible:
     """See the module header. All adapters are built alike, so that `backends.detect` can build any of them.
 
     monotonic           this process's clock; stamps samples
-    priority_honoured   the operator says that the engine was started so that a body's `priority` has an effect;
-                        nothing on the wire tells (engines accept the field and ignore it)
+    priority_honoured   the operator says whether the engine was started so that a body's `priority` has an effect; None:
+                        only where the engine itself tells (most accept the field and ignore it)
+    metrics             where /metrics is, if elsewhere; owned like the pool
     """
 
     kind: str = "openai"
     understands: ClassVar[Capabilities] = Capabilities()
     priority: ClassVar[Priority | None] = None
+    metrics_path: ClassVar[str] = "/metrics"
 
     def __init__(
         self,
@@ -102,17 +104,17 @@ class OpenAICompatible:
         pool: Pool,
         *,
         monotonic: Callable[[], float] = time.monotonic,
-        priority_honoured: bool = False,
+        priority_honoured: bool | None = None,
+        metrics: Pool | None = None,
     ) -> None:
         self.name = address.name
-        self.capabilities = Capabilities(
-            include_usage=self.understands.include_usage,
-            priority=self.priority if priority_honoured else None,
-            return_token_ids=self.understands.return_token_ids,
-        )
+        self.capabilities = replace(self.understands, priority=self.priority if priority_honoured else None)
+        self._priority_told = priority_honoured is not None
+        self._metrics = metrics or pool
         self.models: frozenset[str] = frozenset()
-        self._facts: tuple[tuple[ModelCard, ...], str] | None = None
+        self._facts: tuple[tuple[ModelCard, ...], str] | None
         self._facts_s = 0.0
+        self._forget()
         self._sample_s = address.sample_s
         self._pool = pool
         self._monotonic = monotonic
@@ -146,7 +148,7 @@ class OpenAICompatible:
         except BackendError as error:
             probe = Probe(ready=False, detail=str(error), unready=error.unready)
         if not probe.ready:
-            self._facts = None  # whoever answers next may be another
+            self._forget()  # whoever answers next may be another
         self.models = frozenset(card.id for card in probe.models) or self.models
         return probe
 
@@ -162,6 +164,8 @@ class OpenAICompatible:
 
     async def close(self) -> None:
         await self._pool.close()
+        if self._metrics is not self._pool:
+            await self._metrics.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} models={sorted(self.models)}>"
@@ -185,6 +189,10 @@ class OpenAICompatible:
             self._facts = await self._ask_facts()
             self._facts_s = self._monotonic()
         return self._facts
+
+    def _forget(self) -> None:
+        """What is known of the server besides its samples is old."""
+        self._facts = None
 
     async def _ask_facts(self) -> tuple[tuple[ModelCard, ...], str]:
         return await self._model_cards(), await self._version()
@@ -252,13 +260,22 @@ class OpenAICompatible:
         found = answer.json if answer.ok else None
         return found if isinstance(found, dict) else {}
 
-    async def _scrape(self, wanted: Collection[str]) -> dict[str, Series]:
+    async def _scrape(self, wanted: Collection[str], path: str = "") -> dict[str, Series]:
         """The engine's own series of the wanted names on /metrics. Raises BackendError."""
-        answer = await self._get("/metrics")
+        answer = await self._fetch("GET", path or self.metrics_path, pool=self._metrics)
         if not answer.ok:
             raise BackendError(self._refused(answer))
-        found = {name: own(series, self.models) for name, series in parse(answer.body, wanted).items()}
+        found = {name: own(series, self.models) for name, series in parse(self._page(answer.body), wanted).items()}
         return {name: series for name, series in found.items() if series}
+
+    def _page(self, body: bytes) -> bytes:
+        """The metrics page under the names that the adapter knows."""
+        return body
+
+    def _found_priority(self, meaning: Priority | None) -> None:
+        """The engine tells what a body's priority means to it; what the operator says counts more."""
+        if not self._priority_told:
+            self.capabilities = replace(self.capabilities, priority=meaning)
 
     async def _get(self, path: str) -> Answer:
         return await self._fetch("GET", path)
@@ -268,11 +285,18 @@ class OpenAICompatible:
         return await self._fetch("POST", path, headers, orjson.dumps(body), within_s=TRIAL_MAX_S)
 
     async def _fetch(
-        self, method: str, path: str, headers: Headers = (), body: bytes = b"", *, within_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        headers: Headers = (),
+        body: bytes = b"",
+        *,
+        within_s: float | None = None,
+        pool: Pool | None = None,
     ) -> Answer:
         bound_s = self._sample_s if within_s is None else within_s
         try:
-            status, fields, said = await self._pool.fetch(
+            status, fields, said = await (pool or self._pool).fetch(
                 method.encode(), path.encode(), headers, body, timeout_s=bound_s
             )
         except BackendError:

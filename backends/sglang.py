@@ -3,7 +3,8 @@
 `token_usage` is a fraction. Tensor and pipeline ranks repeat their data-parallel rank's values. Its
 `generation_tokens_total` moves when a request ends, so a long answer would look frozen; the decode count that moves at
 every step (`realtime_tokens_total`) is read instead where the version has it, and otherwise there is no such signal.
-Higher priority numbers go first here, and only when the server was started with --enable-priority-scheduling.
+Higher priority numbers go first here unless it was started with --schedule-low-priority-values-first, and only with
+--enable-priority-scheduling; its info page tells both.
 """
 
 from __future__ import annotations
@@ -68,8 +69,16 @@ class SGLang(OpenAICompatible):
             info = await self._ask_object(path)
             if info:
                 self._constants = _constants(info, path)
+                self._found_priority(_priority(info))
                 return cards, text(info.get("version")) or version
         return cards, version
+
+
+def _priority(info: Mapping[str, object]) -> Priority | None:
+    """What the server was started with says what a body's priority means, and whether it means anything."""
+    if info.get("enable_priority_scheduling") is not True:
+        return None
+    return Priority.LOWER_FIRST if info.get("schedule_low_priority_values_first") is True else Priority.HIGHER_FIRST
 
 
 def _constants(info: Mapping[str, object], path: str) -> dict[Signal, Measured]:

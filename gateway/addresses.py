@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from gateway.settings import EngineSettings
 
-ENGINE_KINDS = ("auto", "vllm", "tgi", "sglang", "llamacpp", "openai")
+ENGINE_KINDS = ("auto", "vllm", "tgi", "sglang", "llamacpp", "trtllm", "triton", "openai")
 
 _ENGINE = re.compile(r"(?:(?P<name>[^=:/]+)=)?(?:(?P<kind>\w+)\+)?(?P<url>https?://.*)", re.DOTALL)
 _NAME = re.compile(r"[\w.:\[\]-]{1,64}", re.ASCII)

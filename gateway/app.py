@@ -417,24 +417,34 @@ class Gateway:
 
     async def _open_backend(self, engine: Engine) -> Backend | None:
         settings = engine.settings
-        address = EngineAddress(
-            settings.name, settings.url, settings.api_key, connect_s=self.settings.timeouts.connect_s
-        )
-        pool = EnginePool(address)
-        kind = await detect(pool) if settings.kind == "auto" else settings.kind
+        pool, metrics = self._pools(engine)
+        kind = await detect(pool, metrics_pool=metrics) if settings.kind == "auto" else settings.kind
         if kind is None:
             engine.detail = "does not answer yet"
-            await pool.close()
+            for one in filter(None, (pool, metrics)):
+                await one.close()
             return None
         self._log.info("engine found", engine=settings.name, kind=kind)
-        return make_backend(kind, address, pool, monotonic=self._clock.now_s)
+        return self._backend(engine, kind, pool, metrics)
 
     async def _open_kind(self, engine: Engine, kind: str) -> Backend:
         """The adapter of a kind that the leader has found out."""
         if engine.backend is not None:
             await engine.backend.close()
+        return self._backend(engine, kind, *self._pools(engine))
+
+    def _backend(self, engine: Engine, kind: str, pool: EnginePool, metrics: EnginePool | None) -> Backend:
+        honoured = engine.settings.priority
         address = self._address(engine)
-        return make_backend(kind, address, EnginePool(address), monotonic=self._clock.now_s)
+        return make_backend(
+            kind, address, pool, monotonic=self._clock.now_s, priority_honoured=honoured, metrics_pool=metrics
+        )
+
+    def _pools(self, engine: Engine) -> tuple[EnginePool, EnginePool | None]:
+        """Connections to the engine, and to its metrics where those are elsewhere."""
+        address, url = self._address(engine), engine.settings.metrics_url
+        metrics = None if url is None else EnginePool(dataclasses.replace(address, base_url=url, api_key=None))
+        return EnginePool(address), metrics
 
     def _address(self, engine: Engine) -> EngineAddress:
         settings = engine.settings

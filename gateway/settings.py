@@ -32,6 +32,8 @@ class GpuSettings:
 class EngineSettings:
     """One engine. kind is "auto" (probe it) or an adapter's name; pool names the pool that decides for it.
 
+    metrics_url      where its metrics are, if not at url, without /metrics
+    priority         it was started so that a request's `priority` has an effect; None: only where the engine says so
     profile          a shipped profile's name, or a path ending in .json, that what is learned in service is compared with
     gpus             how many it has, where no telemetry tells; for its price
     gpu_hour_price   of one of them, in any currency; None: not known, and no cost is told
@@ -43,6 +45,8 @@ class EngineSettings:
     kind: str = "auto"
     api_key: str | None = field(default=None, repr=False)
     pool: str = "default"
+    metrics_url: str | None = None
+    priority: bool | None = None
     gpu: GpuSettings = GpuSettings()
     profile: str | None = None
     gpus: int | None = None

@@ -253,6 +253,8 @@ def _engine(entry: EngineEntry, environ: Mapping[str, str], folder: Path) -> Eng
     return dataclasses.replace(
         engine,
         gpu=GpuSettings(entry.gpu.source, devices, entry.gpu.url),
+        metrics_url=entry.metrics_url,
+        priority=entry.priority,
         profile=str(folder / profile) if profile is not None and profile.endswith(".json") else profile,
         gpus=entry.gpus,
         gpu_hour_price=entry.gpu_hour_price,
@@ -291,6 +293,10 @@ def _exporter_url(text: str) -> str:
     return normalise_url(text.strip().rstrip("/").removesuffix("/metrics"), what="gpu url")
 
 
+def _metrics_url(text: str) -> str:
+    return normalise_url(text.strip().rstrip("/").removesuffix("/metrics"), what="metrics_url")
+
+
 def _section(name: str, settings: type[Timeouts | Limits | HealthSettings]) -> type[BaseModel]:
     fields: dict[str, Any] = {
         field.name: (Positive if isinstance(field.default, float) else PositiveInt, field.default)
@@ -319,10 +325,12 @@ class EngineEntry(BaseModel):
 
     url: EngineUrl
     name: EngineName | None = None
-    kind: Literal["auto", "vllm", "tgi", "sglang", "llamacpp", "openai"] = "auto"
+    kind: Literal["auto", "vllm", "tgi", "sglang", "llamacpp", "trtllm", "triton", "openai"] = "auto"
     api_key: SecretStr | None = None
     api_key_env: str | None = None
     pool: str = "default"
+    metrics_url: Annotated[str, AfterValidator(_metrics_url)] | None = None
+    priority: bool | None = None
     gpu: GpuEntry = GpuEntry()
     profile: Annotated[str, Field(min_length=1)] | None = None
     gpus: Annotated[int, Field(ge=1, le=1024)] | None = None

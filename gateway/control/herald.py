@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
-from backends.base import Backend, Measured, ModelCard, Sample, Signal
+from backends.base import Backend, Measured, ModelCard, Priority, Sample, Signal
 from backends.gpu.plain import gpu_from_plain, gpu_to_plain
 from gateway.clock import Clock
 from gateway.control.presence import Presence
@@ -164,6 +165,10 @@ class Herald:
         kind = str(told["kind"])
         if kind != "auto" and (engine.backend is None or engine.backend.kind != kind):
             engine.backend = await self._open(engine, kind)
+        if engine.backend is not None:
+            priority = told.get("priority", "")
+            capabilities = engine.backend.capabilities
+            engine.backend.capabilities = replace(capabilities, priority=Priority(priority) if priority else None)
         engine.cards = tuple(ModelCard(card["id"], card["raw"], card.get("max_model_len")) for card in told["cards"])
         engine.models = frozenset(card.id for card in engine.cards)
         engine.version = str(told["version"])
@@ -196,6 +201,7 @@ def _told(engine: Engine, now_s: float) -> dict[str, object]:
         "unproved": engine.standing.unproved,
         "detail": engine.detail,
         "version": engine.version,
+        "priority": "" if engine.backend is None else engine.backend.capabilities.priority or "",
         "cards": [{"id": card.id, "raw": card.raw, "max_model_len": card.max_model_len} for card in engine.cards],
         "sample": {signal.value: [measured.value, measured.source] for signal, measured in sample.values.items()},
         "sample_age_s": now_s - sample.taken_s if sample.values else None,

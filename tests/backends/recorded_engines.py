@@ -76,7 +76,12 @@ class RecordedPool:
 
 
 def adapter(
-    kind: str, pages: Mapping[str, Page], *, otherwise: Page = NOT_FOUND, sample_s: float = 5.0, priority: bool = False
+    kind: str,
+    pages: Mapping[str, Page],
+    *,
+    otherwise: Page = NOT_FOUND,
+    sample_s: float = 5.0,
+    priority: bool | None = None,
 ) -> tuple[OpenAICompatible, RecordedPool]:
     pool = RecordedPool(pages, otherwise)
     address = EngineAddress("e1", "http://engine.invalid:8000", KEY, sample_s=sample_s)
@@ -96,6 +101,33 @@ TGI_INFO = {
 SGLANG_INFO = {"model_path": "org/model", "tp_size": 2, "max_total_num_tokens": 1000, "max_running_requests": 48}
 SGLANG_MODELS = {"object": "list", "data": [{"id": "org/model", "owned_by": "sglang", "max_model_len": 131072}]}
 GENERIC_MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "someone"}]}
+
+TRTLLM_MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "tensorrt_llm"}]}
+TRTLLM_METRICS = """\
+# TYPE trtllm_num_requests_running gauge
+trtllm_num_requests_running{engine_type="trtllm",model_name="m"} 5.0
+trtllm_num_requests_waiting{engine_type="trtllm",model_name="m"} 3.0
+trtllm_num_paused_requests{engine_type="trtllm",model_name="m"} 1.0
+trtllm_max_num_active_requests{engine_type="trtllm",model_name="m"} 64.0
+trtllm_kv_cache_utilization{engine_type="trtllm",model_name="m"} 0.62
+trtllm_kv_cache_max_blocks{engine_type="trtllm",model_name="m"} 1000.0
+trtllm_kv_cache_tokens_per_block{engine_type="trtllm",model_name="m"} 32.0
+trtllm_generation_tokens_total{engine_type="trtllm",model_name="m"} 4711.0
+"""
+TRITON_MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "Triton Inference Server"}]}
+TRITON_METRICS = """\
+# TYPE nv_trt_llm_request_metrics gauge
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="waiting",version="1"} 2
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="context",version="1"} 1
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="scheduled",version="1"} 7
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="max",version="1"} 512
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"} 9
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="tensorrt_llm",version="1"} 0.4
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="tensorrt_llm",version="1"} 64
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm",version="1"} 2500
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="free",model="tensorrt_llm",version="1"} 3739
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 6239
+"""
 
 ENGINES: dict[str, dict[str, Page]] = {
     "vllm": {
@@ -118,6 +150,13 @@ ENGINES: dict[str, dict[str, Page]] = {
         "/slots": recorded("llamacpp_slots_busy.json"),
         "/metrics": recorded("llamacpp_metrics.txt"),
     },
+    "trtllm": {
+        "/health": b"",
+        "/version": b'{"version":"1.1.0"}',
+        "/v1/models": json.dumps(TRTLLM_MODELS),
+        "/metrics": TRTLLM_METRICS.encode(),
+    },
+    "triton": {"/health/ready": b"", "/v1/models": json.dumps(TRITON_MODELS), "/metrics": TRITON_METRICS.encode()},
     "openai": {"/v1/models": json.dumps(GENERIC_MODELS)},
 }
 """The pages of one engine of each kind under load, by path."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from backends.base import Measured, Signal
+import pytest
+
+from backends.base import Measured, Priority, Signal
 from tests.backends.recorded_engines import ENGINES, SGLANG_INFO, adapter
 
 
@@ -51,3 +53,24 @@ async def test_without_metrics_the_server_s_own_words_remain() -> None:
         Signal.KV_CAPACITY_TOKENS: Measured(1000, "/server_info max_total_num_tokens"),
         Signal.SEATS: Measured(48, "/server_info max_running_requests"),
     }
+
+
+@pytest.mark.parametrize(
+    ("started_with", "meaning"),
+    [
+        ({}, None),
+        ({"enable_priority_scheduling": False}, None),
+        ({"enable_priority_scheduling": True}, Priority.HIGHER_FIRST),
+        ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, Priority.LOWER_FIRST),
+    ],
+    ids=str,
+)
+async def test_its_info_page_says_what_a_priority_means(
+    started_with: dict[str, bool], meaning: Priority | None
+) -> None:
+    pages = {**ENGINES["sglang"], "/get_server_info": json.dumps({**SGLANG_INFO, **started_with})}
+    backend, _ = adapter("sglang", pages)
+
+    await backend.probe()
+
+    assert backend.capabilities.priority is meaning

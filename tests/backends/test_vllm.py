@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.base import Measured, Sample, Signal
-from tests.backends.recorded_engines import ENGINES, adapter
+from backends.base import Measured, Priority, Sample, Signal
+from tests.backends.recorded_engines import ENGINES, Page, adapter
 
 RUNNING, WAITING, KV = Signal.RUNNING, Signal.WAITING, Signal.KV_USED_FRACTION
 
@@ -41,6 +41,8 @@ async def test_a_recorded_engine_says_all_of_it() -> None:
         "prefix_queries_total": 523,
         "prefix_hits_total": 0,
         "start_time_s": 1795969248.5,
+        "asleep": 0,
+        "rejected_total": 0,
     }
 
 
@@ -149,3 +151,82 @@ async def test_prefix_counters_are_read_under_the_old_name() -> None:
     sample = await sample_of(gauge("gpu_prefix_cache_queries_total", 9) + gauge("gpu_prefix_cache_hits_total", 4))
 
     assert (sample.value(Signal.PREFIX_QUERIES_TOTAL), sample.value(Signal.PREFIX_HITS_TOTAL)) == (9, 4)
+
+
+VERSIONS = {
+    "0.6 and 0.8 V0": ("gpu_cache_usage_perc", "", ("num_requests_swapped", "cpu_cache_usage_perc")),
+    "0.8 V1": ("gpu_cache_usage_perc", 'engine="0",', ()),
+    "0.9 and 0.10 V1": ("kv_cache_usage_perc", 'engine="0",', ("gpu_cache_usage_perc",)),
+    "0.16 to 0.32": ("kv_cache_usage_perc", 'engine="0",', ()),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_each_version_serves_every_need_under_its_own_names(version: str) -> None:
+    fraction, engine, stuck = VERSIONS[version]
+    values = {
+        "num_requests_running": 6,
+        "num_requests_waiting": 4,
+        fraction: 0.61,
+        "prompt_tokens_total": 100,
+        "generation_tokens_total": 50,
+        "num_preemptions_total": 2,
+        **dict.fromkeys(stuck, 0.0),
+    }
+    page = "".join(f'vllm:{name}{{{engine}model_name="m"}} {value}\n' for name, value in values.items())
+    page += f'vllm:cache_config_info{{{engine}block_size="16",num_gpu_blocks="100"}} 1.0\n'
+
+    sample = await sample_of(page, models="m")
+
+    needs = (RUNNING, WAITING, KV, Signal.KV_CAPACITY_TOKENS, Signal.GENERATION_TOKENS_TOTAL, Signal.PREEMPTIONS_TOTAL)
+    assert [sample.value(need) for need in needs] == [6, 4, 0.61, 1600, 50, 2]
+
+
+@pytest.mark.parametrize("prefix", ["ray_vllm_", "ray_vllm:"])
+async def test_ray_s_page_is_read_under_vllm_s_names(prefix: str) -> None:
+    page = (gauge("num_requests_running", 3) + gauge("kv_cache_usage_perc", 0.2)).replace("vllm:", prefix)
+
+    sample = await sample_of(page, models="m")
+
+    assert (sample.value(RUNNING), sample.value(KV)) == (3, 0.2)
+
+
+@pytest.mark.parametrize(("awake", "asleep"), [("1.0", 0), ("0.0", 1)])
+async def test_an_engine_that_sleeps_says_so(awake: str, asleep: int) -> None:
+    page = f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {awake}\n'
+    page += 'vllm:engine_sleep_state{engine="0",sleep_state="weights_offloaded"} 1.0\n'
+
+    assert (await sample_of(page)).value(Signal.ASLEEP) == asleep
+
+
+def served(**pages: str) -> dict[str, Page]:
+    return {**ENGINES["vllm"], **{f"/{name}": page for name, page in pages.items()}}
+
+
+async def test_a_developer_s_server_tells_its_seats_and_what_priority_means() -> None:
+    info = '{"vllm_config":{"scheduler_config":{"policy":"priority","max_num_seqs":4}}}'
+    pages = {**ENGINES["vllm"], "/server_info?config_format=json": info}
+    told, untold = adapter("vllm", pages)[0], adapter("vllm", pages, priority=False)[0]
+
+    for backend in (told, untold):
+        await backend.probe()
+
+    assert (await told.sample()).values[Signal.SEATS] == Measured(4, "/server_info max_num_seqs")
+    assert told.capabilities.priority is Priority.LOWER_FIRST
+    assert untold.capabilities.priority is None
+
+
+async def test_an_engine_that_says_it_is_paused_is_not_ready() -> None:
+    backend, _ = adapter("vllm", served(is_paused='{"is_paused":true}'))
+
+    probe = await backend.probe()
+
+    assert (probe.ready, probe.detail) == (False, "engine e1: it is paused; POST /resume to go on")
+
+
+@pytest.mark.parametrize(("load", "known"), [(0, None), (3, 3)])
+async def test_a_load_of_nothing_is_no_count(load: int, known: int | None) -> None:
+    backend, _ = adapter("vllm", served(load=f'{{"server_load":{load}}}'))
+    await backend.probe()
+
+    assert (await backend.sample()).value(Signal.SERVER_LOAD) == known

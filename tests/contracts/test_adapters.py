@@ -50,13 +50,13 @@ async def test_an_engine_that_serves_is_ready_with_its_models(kind: str) -> None
 @pytest.mark.parametrize(
     "broken",
     [
-        {"/health": (503, b'{"error":{"message":"Loading model","code":503}}')},
+        dict.fromkeys(("/health", "/health/ready"), (503, b'{"error":{"message":"Loading model","code":503}}')),
         {"/v1/models": (401, b'{"error":"Unauthorized"}'), "/info": (401, b"")},
         {"/v1/models": b'{"data":[]}', "/info": b"{}"},
         {"/v1/models": b'{"data":[null,7,{"id":5}]}', "/info": b'{"model_id":null}'},
         {"/v1/models": b"<html>", "/info": b"<html>"},
         {"/v1/models": REFUSED, "/info": REFUSED},
-        {"/health": OSError("reset"), "/v1/models": OSError("reset"), "/info": OSError("reset")},
+        {path: OSError("reset") for path in ("/health", "/health/ready", "/v1/models", "/info")},
     ],
     ids="+".join,
 )
@@ -161,6 +161,64 @@ async def test_no_answer_makes_it_raise_anything_else(kind: str, junk: bytes, st
     assert not any(math.isnan(measured.value or 0) for measured in values.values())
 
 
+COMPLETION = b'{"choices":[{"index":0,"text":"x","finish_reason":"length"}],"generated_text":"x"}'
+ABORTED = b'{"choices":[{"index":0,"text":"","finish_reason":"abort"}]}'
+NO_COMPLETIONS = (404, b'{"error":{"message":"The model does not support Completions API","code":404}}')
+GENERATES = ("/v1/completions", "/v1/chat/completions", "/generate", "/v1/embeddings")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("answer", "passes"),
+    [
+        (COMPLETION, True),
+        (ABORTED, False),
+        (b'{"error":{"message":"dead","code":500}}', False),
+        (b"", False),
+        ((500, b'{"error":{"message":"cannot schedule new futures after shutdown"}}'), False),
+        ((503, b""), False),
+        ((429, b""), False),
+        (OSError("reset"), False),
+        (None, False),
+    ],
+    ids=str,
+)
+async def test_a_trial_passes_with_a_token_and_with_nothing_else(kind: str, answer: Page, passes: bool) -> None:
+    backend, _ = adapter(kind, {**ENGINES[kind], **dict.fromkeys(GENERATES, answer)})
+    await backend.probe()
+
+    problem = await backend.try_generation(0.05)
+
+    assert (problem == "") == passes
+    assert passes or "e1" in problem
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"tgi"}))
+async def test_a_model_that_makes_no_text_is_tried_by_what_it_makes(kind: str) -> None:
+    pages = {**ENGINES[kind], **dict.fromkeys(GENERATES, NO_COMPLETIONS), "/v1/embeddings": b'{"data":[{"index":0}]}'}
+    backend, pool = adapter(kind, pages)
+    await backend.probe()
+
+    problem = await backend.try_generation(1.0)
+
+    assert (problem, pool.asked[-1]) == ("", "/v1/embeddings")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_engine_that_stays_ready_is_not_asked_the_same_at_every_poll(kind: str) -> None:
+    backend, pool = adapter(kind, ENGINES[kind])
+    await backend.probe()
+    await backend.sample()
+    pool.asked.clear()
+
+    for _ in range(5):
+        await backend.probe()
+        await backend.sample()
+
+    assert len(pool.asked) <= 5 * (3 if kind in {"llamacpp", "trtllm"} else 2)
+    assert not {"/v1/models", "/version", "/info", "/props"} & set(pool.asked)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_calls_go_to_the_pool_as_they_are(kind: str) -> None:
     backend, pool = adapter(kind, {})
@@ -185,6 +243,8 @@ async def test_closing_closes_the_pool(kind: str) -> None:
         ("vllm", Capabilities(include_usage=True, priority=Priority.LOWER_FIRST, return_token_ids=True)),
         ("sglang", Capabilities(include_usage=True, priority=Priority.HIGHER_FIRST)),
         ("tgi", Capabilities(include_usage=True)),
+        ("trtllm", Capabilities(include_usage=True)),
+        ("triton", Capabilities(include_usage=True)),
         ("llamacpp", Capabilities()),
         ("openai", Capabilities()),
     ],
