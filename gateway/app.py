@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -73,6 +74,7 @@ from gateway.queue.store_url import shown
 from gateway.recorder import Recorder, installation_key
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
+from policies.behaviour import Behaviours
 from policies.document import effective
 from policies.limits import FollowingSizing
 from policies.placement import eligible
@@ -179,6 +181,7 @@ class Gateway:
         self.roster = Roster(Engine(engine, self.ledger[engine.name], settings.poll_s) for engine in settings.engines)
         self.sizing = FollowingSizing(self.store.current)
         self.store.subscribe(self._policy_changed)
+        self.behaviours = Behaviours(processes=settings.workers or os.cpu_count() or 1)
         self.member = Member(
             queue,
             session_id=session_id,
@@ -196,6 +199,7 @@ class Gateway:
             sink=self._decided,
             meter=self.telemetry,
             on_heard=self._heard,
+            behaviours=self.behaviours,
         )
         self.presence, self.owner, self.dispatcher = self.member.presence, self.member.owner, self.member.dispatcher
         self.watchdog = Watchdog(self._clock)
@@ -206,6 +210,8 @@ class Gateway:
             dispatcher=self.dispatcher,
             roster=self.roster,
             capacity=self.member.capacity,
+            behaviours=self.behaviours,
+            sink=self._decided,
             watchdog=self.watchdog,
             telemetry=self.telemetry,
             clock=self._clock,

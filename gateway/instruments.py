@@ -115,6 +115,13 @@ REQUEST_BATCH = _requests.histogram(
 REQUEST_PARTS = _requests.counter(
     "headrace_request_parts_total", "", "Works that are parts of a larger request, which was split.", "class"
 )
+CLASSIFIED = _requests.counter(
+    "headrace_classified_total",
+    "",
+    "Requests by the class they got and what gave it: a rule, a side of the shape, or a learned pattern.",
+    "class",
+    "reason",
+)
 IDEMPOTENT = _requests.counter(
     "headrace_idempotent_requests_total",
     "",

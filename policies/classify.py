@@ -1,7 +1,8 @@
 """Which class a request gets, why, and by when its first token is due.
 
 The first rule of the policy that matches decides; with none matching, the shape does: streamed or small works are
-light, the rest heavy. The key's and the tenant's highest class then cap the answer. The reason is always recorded and
+light, the rest heavy, unless the key's requests have shown who sends them (`policies.behaviour`): small ones of a program
+are heavy, and ones that are too large to be small, within LEARNED_FACTOR, of a person light. The key's and the tenant's highest class then cap the answer. The reason is always recorded and
 ends up in the response header and the why-record. A client that names a class that does not exist is told so (400):
 guessing would run its bulk work as interactive, or the reverse.
 
@@ -12,12 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Protocol
 
+from policies.behaviour import Pattern
 from policies.schema import Policy, Rule, Shape
 
 NAMED_MAX = 64
+LEARNED_FACTOR = 4
+"""Times `small_prompt_tokens` and `small_max_tokens` that a person's request may have and still be light."""
+
+
+class By(StrEnum):
+    """What gave a class: a rule, a side of the shape, or a pattern that was learned."""
+
+    RULE = "rule"
+    STREAMED = "streamed"
+    SMALL = "small"
+    MANY_SEQUENCES = "many_sequences"
+    LONG_PROMPT = "long_prompt"
+    LONG_OUTPUT = "long_output"
+    LEARNED_LOOP = "learned_loop"
+    LEARNED_PERSON = "learned_person"
 
 
 class RequestFacts(Protocol):
@@ -54,12 +72,14 @@ class Classified:
     reason       e.g. "rule 2: service_tier", "shape: streamed"; "capped by key" is added where that was so
     deadline_s   pool time by which the first token is due; None for a class without a TTFT objective
     rank         place inside the (class, tenant): the deadline, or else the time of acceptance; low first
+    by           the reason as one of few words
     """
 
     class_name: str
     reason: str
     deadline_s: float | None
     rank: float
+    by: By = By.RULE
 
 
 class UnknownClass(ValueError):
@@ -79,20 +99,36 @@ def classify(
     policy: Policy,
     accepted_s: float,
     alone_s: float | None = None,
+    pattern: Pattern | None = None,
 ) -> Classified:
     """Give a request its class.
 
     headers      lower-case names, credentials removed
     accepted_s   pool time at which the gateway took responsibility; deadline and rank count from it
     alone_s      what the prompt takes to its first token on an idle engine; None: not known
+    pattern      what the key's requests look like, None for nothing that could be told
     Raises UnknownClass.
     """
-    class_name, reason = _by_rule(facts, headers, caller, policy) or _by_shape(facts, policy.classify.shape)
+    ruled = _by_rule(facts, headers, caller, policy)
+    if ruled is not None:
+        class_name, reason, by = *ruled, By.RULE
+    else:
+        class_name, reason, by = _by_shape(facts, policy.classify.shape)
+        if policy.classify.learn and pattern is not None:
+            class_name, reason, by = _learned(facts, pattern, policy.classify.shape) or (class_name, reason, by)
     for cap, source in ((caller.max_class, "key"), (policy.tenant(caller.tenant).highest_class, "tenant")):
         capped = _capped(class_name, cap or "", policy)
         if capped != class_name:
             class_name, reason = capped, f"{reason}; capped by {source}"
-    return placed(class_name, reason, policy, prompt_tokens=facts.prompt_tokens, accepted_s=accepted_s, alone_s=alone_s)
+    return placed(
+        class_name,
+        reason,
+        policy,
+        prompt_tokens=facts.prompt_tokens,
+        accepted_s=accepted_s,
+        alone_s=alone_s,
+        by=by,
+    )
 
 
 def placed(
@@ -103,11 +139,12 @@ def placed(
     prompt_tokens: int,
     accepted_s: float,
     alone_s: float | None = None,
+    by: By = By.RULE,
 ) -> Classified:
     """What follows from a class for a work of that size."""
     objective_s = policy.class_policy(class_name).ttft_objective_s(prompt_tokens, alone_s)
     deadline_s = None if objective_s is None else accepted_s + objective_s
-    return Classified(class_name, reason, deadline_s, accepted_s if deadline_s is None else deadline_s)
+    return Classified(class_name, reason, deadline_s, accepted_s if deadline_s is None else deadline_s, by)
 
 
 def _by_rule(facts: RequestFacts, headers: Mapping[str, str], caller: Caller, policy: Policy) -> tuple[str, str] | None:
@@ -125,17 +162,35 @@ def _by_rule(facts: RequestFacts, headers: Mapping[str, str], caller: Caller, po
     return None
 
 
-def _by_shape(facts: RequestFacts, shape: Shape) -> tuple[str, str]:
+def _by_shape(facts: RequestFacts, shape: Shape) -> tuple[str, str, By]:
     light, heavy = shape.light or "", shape.heavy or ""
     if facts.stream:
-        return light, "shape: streamed"
+        return light, "shape: streamed", By.STREAMED
     if facts.sequences > shape.small_sequences:
-        return heavy, f"shape: more than {shape.small_sequences} sequences"
+        return heavy, f"shape: more than {shape.small_sequences} sequences", By.MANY_SEQUENCES
     if facts.prompt_tokens > shape.small_prompt_tokens:
-        return heavy, f"shape: more than {shape.small_prompt_tokens} prompt tokens"
+        return heavy, f"shape: more than {shape.small_prompt_tokens} prompt tokens", By.LONG_PROMPT
     if facts.max_tokens is not None and facts.max_tokens > shape.small_max_tokens:
-        return heavy, f"shape: more than {shape.small_max_tokens} output tokens asked for"
-    return light, "shape: small"
+        return heavy, f"shape: more than {shape.small_max_tokens} output tokens asked for", By.LONG_OUTPUT
+    return light, "shape: small", By.SMALL
+
+
+def _learned(facts: RequestFacts, pattern: Pattern, shape: Shape) -> tuple[str, str, By] | None:
+    """Another class than the shape's, where the key's pattern says so; a streamed request always has a reader."""
+    _, _, by = _by_shape(facts, shape)
+    if pattern is Pattern.LOOP and by is By.SMALL:
+        return (
+            shape.heavy or "",
+            "learned: a program keeps requests in flight, reads no stream, never leaves",
+            By.LEARNED_LOOP,
+        )
+    bearable = (
+        facts.prompt_tokens <= LEARNED_FACTOR * shape.small_prompt_tokens
+        and (facts.max_tokens or 0) <= LEARNED_FACTOR * shape.small_max_tokens
+    )
+    if pattern is Pattern.PERSON and by in {By.LONG_PROMPT, By.LONG_OUTPUT} and bearable:
+        return shape.light or "", "learned: a person's pace", By.LEARNED_PERSON
+    return None
 
 
 def _matches(rule: Rule, facts: RequestFacts, headers: Mapping[str, str], caller: Caller) -> bool:

@@ -52,7 +52,7 @@ def build(document: PolicyDocument, *, version: str) -> Policy:
     return Policy(
         version=version,
         classes=document.classes,
-        classify=Classify(rules=rules, shape=shape),
+        classify=Classify(rules=rules, shape=shape, learn=document.classify.learn),
         sizing=sizing,
         tenants=document.tenants,
         precedence=precedence,

@@ -172,12 +172,14 @@ class Classify:
     """Which class a request gets: the first rule that matches, else its shape.
 
     rules   None: the X-Headrace-Class header, service_tier flex to the shape's heavy class, priority to the light one
+    learn   where no rule matches, let the way in which a key's requests come and go correct the shape
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     rules: tuple[Rule, ...] | None = None
     shape: Shape = Shape()
+    learn: Flag = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,6 +229,7 @@ class Verdict:
 class Action(StrEnum):
     """What a decision did."""
 
+    CLASSIFY = "classify"
     DISPATCH = "dispatch"
     HOLD = "hold"
     SHED = "shed"

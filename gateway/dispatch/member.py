@@ -28,6 +28,7 @@ from gateway.dispatch.steward import Steward
 from gateway.logs import Log
 from gateway.queue.base import Expired, Queue, Renewed, SessionReport
 from gateway.queue.batcher import Batcher
+from policies.behaviour import Behaviours
 from policies.sizing import SizingPolicy
 
 Run = Callable[[], Coroutine[None, None, None]]
@@ -59,6 +60,7 @@ class Member:
         open_kind: OpenKind,
         sink: Sink,
         on_heard: Callable[[Engine], None],
+        behaviours: Behaviours | None = None,
         meter: Meter | None = None,
         make_dispatcher: Callable[..., Dispatcher] = Dispatcher,
     ) -> None:
@@ -67,6 +69,7 @@ class Member:
         self._clock = clock
         self._serves = serves
         self._sizing = sizing
+        self._behaviours = Behaviours() if behaviours is None else behaviours
         self.credit = CreditBook()
         self.presence = Presence(
             queue,
@@ -168,7 +171,12 @@ class Member:
             self.capacity.heard(room)
 
     def _restore(self, learned: Mapping[str, object]) -> None:
-        for part, restore in (("sizing", self._sizing.restore), ("tenants", self.dispatcher.tenants.restore)):
+        parts = (
+            ("sizing", self._sizing.restore),
+            ("tenants", self.dispatcher.tenants.restore),
+            ("behaviours", self._behaviours.restore),
+        )
+        for part, restore in parts:
             state = learned.get(part)
             if isinstance(state, Mapping):
                 restore(state)

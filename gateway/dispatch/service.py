@@ -26,7 +26,7 @@ from gateway.dispatch import refusals
 from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
 from gateway.dispatch.capacity import Capacity
-from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher, Sink
 from gateway.dispatch.faults import Fault, blame
 from gateway.dispatch.flow import Flow
 from gateway.dispatch.owner import NO_BOUND, Owner, QueueFull, TooLate
@@ -37,17 +37,18 @@ from gateway.dispatch.watchdog import Watchdog
 from gateway.errors import Refusal
 from gateway.exchange import Exchange
 from gateway.ingress.body_edits import edited
-from gateway.instruments import ITL, REQUEST_PARTS, RETRIES_WITHHELD
+from gateway.instruments import CLASSIFIED, ITL, REQUEST_PARTS, RETRIES_WITHHELD
 from gateway.logs import Log
 from gateway.observe.tracing import Trace, Tracer, read_traceparent
 from gateway.queue.base import QueueUnavailable
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from policies.admission import admit, retry_after_s, shed, spread_retry_s, wait_s
-from policies.classify import Caller, Classified, UnknownClass, classify, placed
+from policies.behaviour import Behaviours, Pattern
+from policies.classify import By, Caller, Classified, UnknownClass, classify, placed
 from policies.ordering.shedding import Infeasible
 from policies.schema import ClassPolicy, Degrade, Policy
-from policies.vocabulary import EngineState, Grant, Outcome, Result, Work
+from policies.vocabulary import Action, Decision, EngineState, Grant, Outcome, Result, Work
 
 MAX_ATTEMPTS = 2
 RANK_STEP_S = 1e-6
@@ -95,6 +96,8 @@ class Service:
         dispatcher: Dispatcher,
         roster: Roster,
         capacity: Capacity,
+        behaviours: Behaviours,
+        sink: Sink,
         watchdog: Watchdog,
         telemetry: Telemetry,
         clock: Clock,
@@ -116,6 +119,8 @@ class Service:
         self._dispatcher = dispatcher
         self._roster = roster
         self._capacity = capacity
+        self._behaviours = behaviours
+        self._sink = sink
         self._watchdog = watchdog
         self._telemetry = telemetry
         self._clock = clock
@@ -139,16 +144,22 @@ class Service:
             await self._stored(exchange, reply)
             return
         policy = self._store.current
-        found = self._classified(exchange, policy)
-        batch = split(exchange, policy.class_policy(found.class_name).inputs_max)
+        key, left = f"{exchange.tenant}/{exchange.key_id}", False
+        pattern = self._behaviours.arrived(key, streamed=exchange.facts.stream, now_s=self._clock.now_s())
         self._watchdog.add(reply)
         try:
+            found = self._classified(exchange, policy, pattern)
+            batch = split(exchange, policy.class_policy(found.class_name).inputs_max)
             if batch is None:
                 await self._serve_work(exchange, reply, _Course(self._work(exchange, found)), policy)
             else:
                 await self._serve_parts(batch, reply, found, policy)
+        except asyncio.CancelledError:
+            left = not reply.ended
+            raise
         finally:
             self._watchdog.discard(reply)
+            self._behaviours.ended(key, left=left, now_s=self._clock.now_s())
 
     async def _serve_work(self, exchange: Exchange, reply: Outlet, course: _Course, policy: Policy) -> None:
         """Carry one work to its outcome."""
@@ -223,7 +234,7 @@ class Service:
 
     # -- before the queue ------------------------------------------------------------------------------------------
 
-    def _classified(self, exchange: Exchange, policy: Policy) -> Classified:
+    def _classified(self, exchange: Exchange, policy: Policy, pattern: Pattern | None) -> Classified:
         """The class of a request. Raises Refusal for one that is not there."""
         caller = Caller(exchange.tenant, exchange.key_id, exchange.max_class, exchange.path)
         try:
@@ -234,10 +245,17 @@ class Service:
                 policy=policy,
                 accepted_s=self._accepted_pool_s(exchange),
                 alone_s=self._alone_s(exchange),
+                pattern=pattern,
             )
         except UnknownClass as error:
             raise Refusal(400, str(error), reason="unknown_class", param=error.header) from None
         exchange.response_headers.append(("x-headrace-class", found.class_name))
+        if found.reason.isascii():  # a rule may name a header that is not
+            exchange.response_headers.append(("x-headrace-class-reason", found.reason))
+        self._telemetry.add(CLASSIFIED, 1, found.class_name, found.by)
+        if found.by in _LEARNED:
+            now_s = self._clock.pool_s()
+            self._sink(Decision(Action.CLASSIFY, now_s, policy.version, found.class_name, reason=found.reason))
         return found
 
     def _alone_s(self, exchange: Exchange) -> float | None:
@@ -615,6 +633,7 @@ def _trace_id(exchange: Exchange, course: _Course) -> str:
     return parent.trace_id if parent is not None and parent.sampled else ""
 
 
+_LEARNED = frozenset({By.LEARNED_LOOP, By.LEARNED_PERSON})
 _QUIET = frozenset({Result.COMPLETED, Result.CANCELLED, Result.CLIENT_ERROR})
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from policies import presets
-from policies.classify import Caller, Classified, UnknownClass, classify
+from policies.behaviour import Pattern
+from policies.classify import By, Caller, Classified, UnknownClass, classify
 from policies.document import parse
 from policies.schema import Policy
 
@@ -182,3 +184,36 @@ def test_a_class_without_objective_has_no_deadline_and_ranks_by_acceptance() -> 
     found = classified(Facts(service_tier="flex"))
 
     assert (found.deadline_s, found.rank) == (None, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "more", "class_name", "by"),
+    [
+        (None, {}, "interactive", By.SMALL),
+        (Pattern.LOOP, {}, "bulk", By.LEARNED_LOOP),
+        (Pattern.LOOP, {"stream": True}, "interactive", By.STREAMED),
+        (Pattern.LOOP, {"service_tier": "priority"}, "interactive", By.RULE),
+        (Pattern.LOOP, {"prompt_tokens": 9000}, "bulk", By.LONG_PROMPT),
+        (Pattern.PERSON, {}, "interactive", By.SMALL),
+        (Pattern.PERSON, {"prompt_tokens": 9000}, "interactive", By.LEARNED_PERSON),
+        (Pattern.PERSON, {"prompt_tokens": 40_000}, "bulk", By.LONG_PROMPT),
+        (Pattern.PERSON, {"max_tokens": 5000}, "interactive", By.LEARNED_PERSON),
+        (Pattern.PERSON, {"sequences": 9}, "bulk", By.MANY_SEQUENCES),
+    ],
+)
+def test_a_learned_pattern_corrects_the_shape_and_nothing_else(
+    pattern: Pattern | None, more: dict[str, Any], class_name: str, by: By
+) -> None:
+    found = classify(
+        Facts("m", **more), headers={}, caller=Caller(), policy=presets.load(), accepted_s=5.0, pattern=pattern
+    )
+
+    assert (found.class_name, found.by) == (class_name, by)
+
+
+def test_what_was_learned_can_be_left_unused() -> None:
+    policy = parse("version: 1\nclasses: {a: {ttft_sla_s: 1}, b: {}}\nclassify: {learn: false}\n", "p.yaml")
+
+    found = classify(Facts("m"), headers={}, caller=Caller(), policy=policy, accepted_s=5.0, pattern=Pattern.LOOP)
+
+    assert (found.class_name, found.by) == ("a", By.SMALL)
