@@ -157,30 +157,44 @@ class Counter:
 class Gauge:
     """All series of one gauge. Setting None, NaN or an infinity removes the series."""
 
-    __slots__ = ("children", "instrument")
+    __slots__ = ("_by_first", "children", "instrument")
 
     def __init__(self, instrument: Instrument) -> None:
         self.instrument = instrument
         self.children: dict[Labels, float] = {}
+        self._by_first: dict[str, dict[Labels, None]] = {}
 
     def set(self, value: float | None, *labels: str) -> None:
         """Put one series to `value`, or take it away when the value is unknown."""
-        key = tuple(label[:LABEL_MAX_CHARS] for label in labels)
         if value is None or not math.isfinite(value):
-            self.children.pop(key, None)
+            self.children.pop(tuple(label[:LABEL_MAX_CHARS] for label in labels), None)
             return
+        if labels in self.children:
+            self.children[labels] = value
+            return
+        key = tuple(label[:LABEL_MAX_CHARS] for label in labels)
         if key not in self.children:
             key = _bounded(key, self.instrument, self.children)
+            if key:
+                self._by_first.setdefault(key[0], {})[key] = None
         self.children[key] = value
 
     def drop(self, first_label: str) -> None:
-        """Take away every series whose first label is this: the thing it told of is gone."""
-        for labels in [labels for labels in self.children if labels[0] == first_label]:
-            del self.children[labels]
+        """Take away every series whose first label is this: the thing it told of is gone. Costs what it takes away."""
+        for labels in self._by_first.pop(first_label, ()):
+            self.children.pop(labels, None)
 
     def clear(self) -> None:
         """Take away every series."""
-        self.children.clear()
+        self.replace({})
+
+    def replace(self, children: Mapping[Labels, float]) -> None:
+        """Put these in the place of all series."""
+        self.children = dict(children)
+        self._by_first = {}
+        for labels in self.children:
+            if labels:
+                self._by_first.setdefault(labels[0], {})[labels] = None
 
     def family(self) -> Metric:
         """What the client library renders."""

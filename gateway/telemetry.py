@@ -16,7 +16,6 @@ It times nothing, starts no task and holds no lock.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Final
@@ -112,6 +111,7 @@ class Telemetry:
         "_histograms",
         "_kept",
         "_known_models",
+        "_qualities",
         "_refreshers",
         "_registry",
     )
@@ -130,6 +130,7 @@ class Telemetry:
         self._kept: dict[tuple[str, str, str, str, Result, int], _Settled] = {}
         self._known_models: frozenset[str] = frozenset()
         self._followed: dict[tuple[Instrument, str], float] = {}
+        self._qualities: dict[tuple[str, str], Quality] = {}
         self._refreshers: list[Callable[[Telemetry], None]] = []
         self.set(BUILD_INFO, 1, version)
 
@@ -249,9 +250,13 @@ class Telemetry:
         self.set(VRAM_HEADROOM, _known(view.gpu_memory_free_fraction), name)
         for signal in _SIGNALS:
             reading: Reading = getattr(view, signal)
-            self.set(SIGNAL_AGE, reading.age_s if math.isfinite(reading.age_s) else None, name, signal)
-            for quality in Quality:
-                self.set(SIGNAL_QUALITY, 1 if quality is reading.quality else None, name, signal, quality)
+            self.set(SIGNAL_AGE, reading.age_s, name, signal)
+            before = self._qualities.get((name, signal))
+            if before is not reading.quality:
+                self._qualities[name, signal] = reading.quality
+                if before is not None:
+                    self.set(SIGNAL_QUALITY, None, name, signal, before)
+                self.set(SIGNAL_QUALITY, 1, name, signal, reading.quality)
         self.set(LEDGER_KV_TOKENS, view.kv_tokens, name)
         self.set(LEDGER_PREFILL_TOKENS, view.prefill_tokens, name)
         steps = [steps for window in windows.values() if (steps := window.steps_to_overflow) is not None]
@@ -277,12 +282,6 @@ class Telemetry:
                 self.set(GPU_CLOCK_REASON, 1, name, card.id, card.partition, reason)
         for finding in sample.findings:
             self.set(GPU_FINDING, 1, name, finding.name)
-
-    def engine_gone(self, name: str) -> None:
-        """Take away the gauges of an engine that is no longer configured; its counters stay, as counters must."""
-        for row, gauge in self._gauges.items():
-            if row.labels[:1] == ("engine",):
-                gauge.drop(name)
 
     def queue(
         self,

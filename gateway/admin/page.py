@@ -31,7 +31,8 @@ class MetricsPage:
         kind = "application/openmetrics-text" if "openmetrics" in accept else "text/plain"
         page = self._under_way.get(kind)
         if page is None:
-            self._telemetry.refresh()
+            if not self._under_way:  # what is being rendered must not be changed half-way
+                self._telemetry.refresh()
             page = asyncio.get_running_loop().run_in_executor(self._executor, self._telemetry.render, accept)
             self._under_way[kind] = page
             page.add_done_callback(lambda _: self._under_way.pop(kind))

@@ -108,7 +108,7 @@ def merge_gauges(telemetry: Telemetry, processes: Sequence[Measured]) -> None:
                 for labels, value in process.values.get(row.name, {}).items():
                     if len(labels) == len(row.labels):
                         merged[labels] = _JOIN[row.merge](merged[labels], value) if labels in merged else value
-        gauge.children = merged
+        gauge.replace(merged)
 
 
 _ROWS = {row.name: row for row in INSTRUMENTS}

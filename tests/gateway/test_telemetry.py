@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -191,7 +192,7 @@ def test_an_unknown_reading_has_no_series(telemetry: Telemetry) -> None:
     assert value(telemetry, "headrace_engine_running", engine="e1") == 0.25
 
 
-def test_an_engines_gauges_follow_its_view_and_leave_with_it(telemetry: Telemetry) -> None:
+def test_an_engines_gauges_follow_its_view(telemetry: Telemetry) -> None:
     telemetry.engine(view(), {"bulk": Window(requests=8), "interactive": Window(tokens=4096)}, sample_age_s=0.1)
 
     assert value(telemetry, "headrace_in_flight", engine="e1", class_="bulk") == 3
@@ -202,10 +203,11 @@ def test_an_engines_gauges_follow_its_view_and_leave_with_it(telemetry: Telemetr
     assert value(telemetry, "headrace_engine_state", engine="e1", state="up") == 1
     assert value(telemetry, "headrace_engine_state", engine="e1", state="down") == 0
 
-    telemetry.attempt("e1", "bulk")
-    telemetry.engine_gone("e1")
+    telemetry.engine(view(in_flight={}), {"interactive": Window(requests=8)}, sample_age_s=0.1)
 
-    assert {name for name, labels in samples(telemetry) if ("engine", "e1") in labels} == {"headrace_attempts_total"}
+    assert value(telemetry, "headrace_in_flight", engine="e1", class_="bulk") is None
+    assert value(telemetry, "headrace_window", engine="e1", class_="bulk") is None
+    assert value(telemetry, "headrace_window_tokens", engine="e1", class_="interactive") is None
 
 
 def test_queue_depths_of_a_class_that_is_gone_go_too(telemetry: Telemetry) -> None:
@@ -381,3 +383,20 @@ def test_a_latency_that_a_trace_tells_of_leads_to_it_in_openmetrics_only(telemet
     mark = marks["headrace_ttft_seconds_bucket"]
     assert (mark.labels, mark.value, float(mark.timestamp)) == ({"trace_id": "ab" * 16}, 0.2, 1000.5)
     assert b"trace_id" not in telemetry.render()[0]
+
+
+def test_a_refresh_of_fifty_engines_costs_the_loop_little(telemetry: Telemetry) -> None:
+    known = Reading(0.5, 0.1, Quality.FRESH)
+    views = [view(name=f"e{number}", seats=known, preemptions_total=known) for number in range(50)]
+    windows = {name: Window(8, 100, 64.0) for name in ("interactive", "bulk")}
+
+    def cost_s(count: int) -> float:
+        began_s = time.thread_time()
+        for one in views[:count]:
+            telemetry.engine(one, windows, sample_age_s=0.1)
+        return time.thread_time() - began_s
+
+    cost_s(50)  # the first makes the series
+
+    few_s = min(cost_s(5) for _ in range(5))
+    assert min(cost_s(50) for _ in range(5)) < 20 * few_s, "each engine's cost must not grow with the number of engines"

@@ -180,6 +180,18 @@ BOARD = Board(
                     draw=Draw.STACK,
                 ),
                 Panel(
+                    "Out of rotation",
+                    "Why an engine gets nothing new, and how often engines left the rotation in five minutes.",
+                    (
+                        Query(none_is_zero(gauge(of.ENGINE_OUT, "engine, reason", _ENGINE)), "{{engine}} {{reason}}"),
+                        Query(
+                            none_is_zero(f"sum by (engine, reason) (increase({of.ENGINE_FALLS.name}{_ENGINE}[5m]))"),
+                            "left {{engine}} {{reason}}",
+                        ),
+                    ),
+                    width=6,
+                ),
+                Panel(
                     "Results",
                     "How works end, by engine.",
                     (Query(per_second(of.ENGINE_RESULTS, "engine, result", _BOTH), "{{engine}} {{result}}"),),
@@ -192,6 +204,7 @@ BOARD = Board(
                     (
                         Query(per_second(of.ATTEMPTS, "engine", _BOTH), "attempts {{engine}}"),
                         Query(per_second(of.RETRIES, "engine, reason", _ENGINE), "{{reason}} {{engine}}"),
+                        Query(none_is_zero(per_second(of.RETRIES_WITHHELD, "engine", _ENGINE)), "withheld {{engine}}"),
                     ),
                     unit="reqps",
                     width=6,
@@ -204,7 +217,7 @@ BOARD = Board(
                         Query(gauge(of.SIGNAL_AGE, "engine", _ENGINE), "oldest signal {{engine}}"),
                     ),
                     unit="s",
-                    width=6,
+                    width=12,
                 ),
                 Panel(
                     "Signals by quality",
@@ -215,7 +228,7 @@ BOARD = Board(
                             "{{engine}} {{quality}}",
                         ),
                     ),
-                    width=24,
+                    width=12,
                     draw=Draw.STACK,
                     click=Click("The engine's GPUs", "headrace-gpus", ("engine",)),
                 ),
