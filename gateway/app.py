@@ -559,6 +559,7 @@ class Gateway:
             "leads": self.presence.leads,
             "queued": {name: self.dispatcher.depth(name) for name in self.store.current.classes},
             "engines": [self._engine_status(engine, now_s) for engine in self.roster],
+            "dispatch_batches": [dataclasses.asdict(batch) for batch in self.dispatcher.latest_batches],
             "decisions": [dataclasses.asdict(decision) for decision in self._decisions],
         }
 

@@ -234,6 +234,16 @@ STEPS_TO_OVERFLOW = _decisions.gauge(
 DISPATCH_BATCH = _decisions.histogram(
     "headrace_dispatch_batch_size", SIZE_BUCKETS, "Works that one round sent to one engine.", "engine", unit=""
 )
+DISPATCH_BATCHES = _decisions.counter(
+    "headrace_dispatch_batches_total",
+    "",
+    "Batches that rounds sent to an engine, by the guard that let no more in; none: nothing more waited for it.",
+    "engine",
+    "guard",
+)
+DISPATCH_SEQUENCES = _decisions.counter(
+    "headrace_dispatch_sequences_total", "", "Sequences (prompts x n) in these batches.", "engine"
+)
 DECISION_TIME = _decisions.histogram(
     "headrace_decision_seconds",
     DECISION_BUCKETS_S,

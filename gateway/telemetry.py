@@ -28,6 +28,8 @@ from gateway.instruments import (
     DECISION_TIME,
     DECISIONS,
     DISPATCH_BATCH,
+    DISPATCH_BATCHES,
+    DISPATCH_SEQUENCES,
     DURATION,
     ENGINE_GENERATED_TOKENS,
     ENGINE_KV,
@@ -98,7 +100,18 @@ from gateway.instruments import (
 )
 from gateway.series import OTHER, Counter, Gauge, Histogram, Instrument, Kind, Labels, Registry, Spread, Tally
 from policies.sizing import Window
-from policies.vocabulary import UNKNOWN, Decision, EngineState, EngineView, Outcome, Quality, Reading, Result, Verdict
+from policies.vocabulary import (
+    UNKNOWN,
+    Decision,
+    DispatchBatch,
+    EngineState,
+    EngineView,
+    Outcome,
+    Quality,
+    Reading,
+    Result,
+    Verdict,
+)
 
 
 class Telemetry:
@@ -201,9 +214,11 @@ class Telemetry:
         """See `gateway.dispatch.dispatcher.Meter`."""
         self.observe(DECISION_TIME, seconds, kind)
 
-    def dispatched(self, engine: str, works: int) -> None:
+    def dispatched(self, batch: DispatchBatch) -> None:
         """See `gateway.dispatch.dispatcher.Meter`."""
-        self.observe(DISPATCH_BATCH, works, engine)
+        self.observe(DISPATCH_BATCH, sum(batch.works.values()), batch.engine)
+        self.add(DISPATCH_BATCHES, 1, batch.engine, batch.binding)
+        self.add(DISPATCH_SEQUENCES, batch.sequences, batch.engine)
 
     def redis_call(self, operation: str, seconds: float, answered: bool) -> None:
         """Count one command to the queue's store."""

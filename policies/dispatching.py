@@ -15,6 +15,7 @@ Random draws are arguments: the round's k-th choice uses the k-th point of a low
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, 
 from policies.placement import Candidate, choose, eligible
 from policies.schema import Policy
 from policies.sizing import SizingPolicy
-from policies.vocabulary import Action, Decision, EngineView, Verdict, Work
+from policies.vocabulary import Action, Decision, DispatchBatch, EngineView, Verdict, Work
 
 LOOK_AHEAD = 24
 """Refusals in a round after which a tenant's works of one kind are not looked at again."""
@@ -41,7 +42,7 @@ class Placement:
     decision: Decision
 
 
-def plan_round(  # noqa: PLR0917 - one signature with place_one, read in this order
+def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this order
     waiting: Sequence[Work],
     engines: Sequence[EngineView],
     sizing: SizingPolicy,
@@ -51,8 +52,8 @@ def plan_round(  # noqa: PLR0917 - one signature with place_one, read in this or
     *,
     tenants: TenantCounters | None = None,
     due: Sequence[Work] | None = None,
-) -> list[Placement]:
-    """Plan one round over a look-ahead into the queue.
+) -> tuple[list[Placement], list[DispatchBatch]]:
+    """Plan one round over a look-ahead into the queue: what starts where, and what that comes to for each engine.
 
     waiting   works to place, in any order; O(n log n), so hand in a bounded look-ahead
     engines   views of all engines of the pool; unknown and down ones are left out here
@@ -70,7 +71,22 @@ def plan_round(  # noqa: PLR0917 - one signature with place_one, read in this or
     for backlog in patient:
         while backlog.take_fair(room.fair):
             pass
-    return room.placements
+    return room.placements, room.batches()
+
+
+def plan_round(  # noqa: PLR0917 - one signature with place_one, read in this order
+    waiting: Sequence[Work],
+    engines: Sequence[EngineView],
+    sizing: SizingPolicy,
+    policy: Policy,
+    now_s: float,
+    draw: float,
+    *,
+    tenants: TenantCounters | None = None,
+    due: Sequence[Work] | None = None,
+) -> list[Placement]:
+    """The placements of `plan_batches`."""
+    return plan_batches(waiting, engines, sizing, policy, now_s, draw, tenants=tenants, due=due)[0]
 
 
 def place_one(  # noqa: PLR0917 - one signature with plan_round, read in this order
@@ -198,6 +214,24 @@ class _Round:
                     for class_name, count in candidate.view.in_flight.items():
                         in_flight[class_name] = in_flight.get(class_name, 0) + count
         return entitled(backlog.class_name, share, in_flight=in_flight, granted=self._grants)
+
+    def batches(self) -> list[DispatchBatch]:
+        """What the round sends to each engine, in the order of their names."""
+        sent: dict[str, list[Work]] = {}
+        for placement in self.placements:
+            sent.setdefault(placement.engine, []).append(placement.work)
+        return [
+            DispatchBatch(
+                self._now_s,
+                one.view.name,
+                dict(Counter(work.class_name for work in works)),
+                sum(work.sequences for work in works),
+                sum(work.prompt_tokens for work in works),
+                one.bound,
+            )
+            for one in self._candidates
+            if (works := sent.get(one.view.name))
+        ]
 
     def _place(self, work: Work, chosen: tuple[Candidate, Verdict], turn: str) -> None:
         self.placements.append(_placement(work, chosen, self._policy, self._now_s, turn))

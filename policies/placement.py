@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from policies.sizing import SizingPolicy
-from policies.vocabulary import EngineState, EngineView, Verdict, Work
+from policies.vocabulary import EngineState, EngineView, Guard, Verdict, Work
 
 NEAR_FRACTION = 0.05
 """Loads within this of the least count as equal."""
@@ -26,10 +26,14 @@ PREFILL_TOKENS_PER_WORK = 2048
 
 @dataclass(slots=True)
 class Candidate:
-    """An engine during one round: its view, moved on with every placement of the round."""
+    """An engine during one round: its view, moved on with every placement of the round.
+
+    bound   the guard that refused the last work that found no room here
+    """
 
     view: EngineView
     foreign: float = field(init=False)
+    bound: Guard = Guard.NONE
 
     def __post_init__(self) -> None:
         self.foreign = max(0.0, _seen(self.view) - self.view.in_flight_total)
@@ -77,7 +81,12 @@ def choose(
     draw         uniform in [0, 1); picks among the near-least loaded
     """
     verdicts = [(candidate, sizing.admit(work, candidate.view, now_s)) for candidate in candidates]
-    open_now = [pair for pair in verdicts if pair[1].admitted]
+    open_now = []
+    for pair in verdicts:
+        if pair[1].admitted:
+            open_now.append(pair)
+        else:
+            pair[0].bound = pair[1].binding
     if len(open_now) < 2:
         return open_now[0] if open_now else None
     loads = [_saturation(candidate, work, sizing) for candidate, _ in open_now]

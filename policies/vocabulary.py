@@ -258,6 +258,23 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class DispatchBatch:
+    """What one round sends to one engine together, and why not more.
+
+    works      by class name
+    sequences  that the engine will decode for them
+    binding    the guard that held back the last work that found no room there; NONE: none did, the queue was empty
+    """
+
+    at_s: float
+    engine: str
+    works: Mapping[str, int]
+    sequences: int
+    prompt_tokens: int
+    binding: Guard = Guard.NONE
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """Leave for one work to start on one engine.
 

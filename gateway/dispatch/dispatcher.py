@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -33,7 +33,7 @@ from gateway.dispatch.journal import Journal
 from gateway.dispatch.ledger import Ledger, Progress
 from gateway.dispatch.steward import Hearing, Steward
 from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport, Vitals
-from policies.dispatching import Placement, place_one, plan_round
+from policies.dispatching import Placement, place_one, plan_batches
 from policies.estimators.alone import Alone
 from policies.estimators.pace import Pace
 from policies.ordering import TenantCounters, urgent
@@ -43,12 +43,13 @@ from policies.placement import eligible
 from policies.preemption import plan_recalls
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingPolicy
-from policies.vocabulary import Action, Decision, Grant, Guard, Outcome, Work
+from policies.vocabulary import Action, Decision, DispatchBatch, Grant, Guard, Outcome, Work
 
 TICK_S = 0.25
 GRANT_VALID_S = 5.0
 LOOK_AHEAD_TTFT_CLASS = 512
 LOOK_AHEAD_OTHER = 64
+BATCHES_KEPT = 64
 
 Sink = Callable[[Decision], None]
 """Where decisions are told: the telemetry, the recorder, the console. Called synchronously; must not raise."""
@@ -61,8 +62,8 @@ class Meter(Protocol):
         """A decision took so long; kind is "round" or "arrival"."""
         ...
 
-    def dispatched(self, engine: str, works: int) -> None:
-        """One round placed so many works on one engine."""
+    def dispatched(self, batch: DispatchBatch) -> None:
+        """One round sends this to one engine."""
         ...
 
 
@@ -71,7 +72,7 @@ class Unmetered:
 
     def decided(self, kind: str, seconds: float) -> None: ...
 
-    def dispatched(self, engine: str, works: int) -> None: ...
+    def dispatched(self, batch: DispatchBatch) -> None: ...
 
 
 class Dispatcher:
@@ -106,6 +107,7 @@ class Dispatcher:
         "_uncertain",
         "_waiting_here",
         "_wake",
+        "latest_batches",
         "tenants",
     )
 
@@ -144,6 +146,7 @@ class Dispatcher:
         self._sink = sink
         self._meter = meter or Unmetered()
         self.tenants = TenantCounters()
+        self.latest_batches: deque[DispatchBatch] = deque(maxlen=BATCHES_KEPT)
         self._pace = Pace()
         self._alone = Alone()
         self._shedding = Shedding()
@@ -371,10 +374,13 @@ class Dispatcher:
             due = outlook.order
             if refused := self._refuse_infeasible(outlook, policy, now_s):
                 due = [work for work in due if work.id not in refused]
-            placements = plan_round(fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, due=due)
+            placements, batches = plan_batches(
+                fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, due=due
+            )
             self._meter.decided("round", self._clock.now_s() - begun_s)
-            for engine, works in Counter(placement.engine for placement in placements).items():
-                self._meter.dispatched(engine, works)
+            self.latest_batches.extend(batches)
+            for batch in batches:
+                self._meter.dispatched(batch)
         # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
         repeated = [replace(grant, expires_s=now_s + GRANT_VALID_S) for grant in self._uncertain.values()]
         grants = [*repeated, *(self._grant(placement, now_s) for placement in placements)]

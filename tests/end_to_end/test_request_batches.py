@@ -29,6 +29,11 @@ LENGTH = {"x_simulated_output_tokens": 5}
 PROMPTS = [f"prompt {number} of several" for number in range(21)]
 URGENT = {"X-Headrace-Class": "interactive"}
 BULK = {"X-Headrace-Class": "bulk"}
+POLICY = """\
+version: 1
+classes: {interactive: {ttft_sla_s: 5}, bulk: {}}
+sizing: {policy: fixed, fixed: {total: 512, windows: {interactive: 512, bulk: 2}}}
+"""
 
 
 @dataclass
@@ -50,11 +55,13 @@ class Served:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     folder = tmp_path_factory.mktemp("batches")
+    policy = folder / "policy.yaml"
+    policy.write_text(POLICY)
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(simulated(folder))
         first = await stack.enter_async_context(ScriptedEngine(models=[MODEL, "only-first"]))
         second = await stack.enter_async_context(ScriptedEngine())
-        config = f"{engines_yaml(first, second)}  - name: sim\n    url: {engine.url}\n{SHORT_TIMEOUTS}"
+        config = f"{engines_yaml(first, second)}  - name: sim\n    url: {engine.url}\npolicy_file: {policy}\n{SHORT_TIMEOUTS}"
         gateway = await stack.enter_async_context(GatewayProcess(folder / "gateway", config))
         clients = [
             await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
@@ -359,3 +366,21 @@ async def test_parts_are_counted_as_works_and_as_parts(served: Served) -> None:
     assert grown('headrace_request_parts_total{class="interactive"}') == 3
     assert grown('headrace_requests_total{class="interactive"') == 3
     assert grown("headrace_output_tokens_total") == 42
+
+
+async def test_what_each_round_sent_is_on_record_with_the_guard_that_let_no_more_in(served: Served) -> None:
+    before = await served.gateway.metrics()
+    prompts = [f"p{number}" for number in range(64 * 5)]
+    await served.client.completions.create(model=MODEL, prompt=prompts, extra_headers=BULK)
+    after = await served.gateway.metrics()
+
+    batches = (await served.gateway.status())["dispatch_batches"]
+    assert batches[-1]["works"] == {"bulk": 1}
+    assert batches[-1]["sequences"] == 64
+    assert {one["binding"] for one in batches} <= {"window", "none"}
+    rounds = sum(
+        value - before.get(series, 0)
+        for series, value in after.items()
+        if series.startswith("headrace_dispatch_batches_total{")
+    )
+    assert rounds >= 3

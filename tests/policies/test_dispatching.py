@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.dispatching import LOOK_AHEAD, Placement, explain, place_one, plan_round
+from policies.dispatching import LOOK_AHEAD, Placement, explain, place_one, plan_batches, plan_round
 from policies.limits import build
 from policies.ordering import TenantCounters
 from policies.placement import eligible
@@ -391,3 +391,26 @@ def test_why_a_work_waits_is_told_where_no_guard_holds_it(one: Work, reason: str
     decision = explain(one, [engine(speaks_only="/v1/completions")], SIZING, POLICY, NOW_S)
 
     assert (decision.reason, decision.binding) == (reason, Guard.NONE)
+
+
+@given(works, engines, draws)
+def test_the_batches_of_a_round_are_its_placements_by_engine(
+    waiting: list[Work], views: list[EngineView], draw: float
+) -> None:
+    placements, batches = plan_batches(waiting, views, SIZING, POLICY, NOW_S, draw)
+
+    assert [batch.engine for batch in batches] == sorted({placement.engine for placement in placements})
+    for batch in batches:
+        sent = [placement.work for placement in placements if placement.engine == batch.engine]
+        assert dict(batch.works) == Counter(one.class_name for one in sent)
+        assert batch.sequences == sum(one.sequences for one in sent)
+        assert batch.prompt_tokens == sum(one.prompt_tokens for one in sent)
+
+
+@pytest.mark.parametrize(("waiting", "binding"), [(2, Guard.NONE), (5, Guard.WINDOW)])
+def test_a_batch_names_the_guard_that_let_no_more_in(waiting: int, binding: Guard) -> None:
+    _, (batch,) = plan_batches(
+        [work(f"w{number}", "night") for number in range(waiting)], [engine()], SIZING, POLICY, NOW_S, 0.5
+    )
+
+    assert batch.binding is binding
