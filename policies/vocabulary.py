@@ -67,6 +67,7 @@ class Work:
     deadline_s      pool time by which the first token is due; None for a class without a TTFT objective
     rank            order inside its (class, tenant), low first; the queue orders by nothing else
     attempt         tries already made, >= 0
+    prefix          digest of how its request begins, "" for a short one; equal ones probably share a prompt's prefix
     pinned_engine   only this engine will do (a stored response lives there); None: any
     avoid           engines that already failed this work
     """
@@ -86,6 +87,7 @@ class Work:
     body: BodyAt = BodyAt.OWNER
     pinned_engine: str | None = None
     avoid: frozenset[str] = frozenset()
+    prefix: str = ""
 
 
 def _any_path(_path: str) -> bool:

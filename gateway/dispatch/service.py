@@ -11,6 +11,7 @@ follow-up (GET, cancel, DELETE) goes straight to the engine that keeps it, since
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import random
 from collections import Counter
@@ -51,6 +52,7 @@ from policies.schema import ClassPolicy, Degrade, Policy
 from policies.vocabulary import Action, Decision, EngineState, Grant, Outcome, Result, Work
 
 MAX_ATTEMPTS = 2
+PREFIX_BYTES = 1024
 RANK_STEP_S = 1e-6
 """Between the ranks of two parts of one request: keeps them in order, and lets nobody pass who came a moment later."""
 CLIENTS_SHARE = 0.9
@@ -289,6 +291,7 @@ class Service:
             sequences=facts.sequences,
             deadline_s=deadline_s,
             pinned_engine=pinned,
+            prefix="" if deadline_s is not None else _prefix(exchange.body),
         )
 
     def _keeper(self, response_id: str) -> str:
@@ -660,6 +663,13 @@ def _tell(reply: Outlet, fault: Fault) -> None:
         reply.fail(fault.refusal)
     else:
         reply.relay_error(fault.refusal, fault.body, fault.content_type)
+
+
+def _prefix(body: bytes) -> str:
+    """A short digest of how a long request begins: enough to tell mates, too little to tell a prompt."""
+    if len(body) < 2 * PREFIX_BYTES:
+        return ""
+    return hashlib.blake2s(body[:PREFIX_BYTES], digest_size=4).hexdigest()
 
 
 def _set_header(exchange: Exchange, name: str, value: str) -> None:

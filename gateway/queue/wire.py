@@ -63,6 +63,8 @@ def _fields(work: Work) -> dict[str, object]:
         fields["deadline_s"] = work.deadline_s
     if work.pinned_engine is not None:
         fields["pinned_engine"] = work.pinned_engine
+    if work.prefix:
+        fields["prefix"] = work.prefix
     return fields
 
 
@@ -101,6 +103,7 @@ def _work(work_id: str, fields: Mapping[str, Any], *, rank: float, **changed: An
         sequences=get("sequences", 1),
         deadline_s=get("deadline_s"),
         pinned_engine=get("pinned_engine"),
+        prefix=get("prefix", ""),
         **changed,
     )
 

@@ -6,7 +6,8 @@ Four turns, and the first that takes a work keeps it:
               has less than OVERDUE_SHARE;
 2. *share*    works of classes without a TTFT objective that have less than their min_share;
 3. *deadline* works with a TTFT objective, by deadline (EDF), whatever their class or tenant;
-4. *fair*     the rest: classes in the document's order, tenants by fair share, a tenant's works by rank.
+4. *fair*     the rest: classes in the document's order, tenants by fair share, a tenant's works by rank, mates together
+              (`gather`).
 
 After each work that turn 3 places, turns 1 and 2 are looked at again, since what runs has changed.
 
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
+from policies.ordering.gather import gathered
 from policies.ordering.tenants import TenantCounters, prompt_cost
 from policies.schema import Policy
 from policies.vocabulary import Work
@@ -120,7 +122,12 @@ def _backlog(
     pressing = [work for works in by_tenant.values() for work in works if ages and policy.overdue(work, now_s)]
     pressing.sort(key=lambda work: (policy.due_s(work), work.rank, work.id))
     lanes = [
-        (tenants.tag(class_name, tenant), tenant, policy.tenant(tenant).weight, iter(sorted(works, key=_by_rank)))
+        (
+            tenants.tag(class_name, tenant),
+            tenant,
+            policy.tenant(tenant).weight,
+            iter(gathered(sorted(works, key=_by_rank))),
+        )
         for tenant, works in by_tenant.items()
     ]
     heapq.heapify(lanes)
