@@ -61,6 +61,7 @@ from gateway.instruments import (
     LEADER,
     LEADER_EPOCH,
     LOOP_LAG,
+    PREDICTION_ERROR,
     PROFILE_DRIFT,
     REDIS_UP,
 )
@@ -272,6 +273,7 @@ class Gateway:
             clock=self._clock,
             rng=self._rng,
             log=self._log,
+            on_refusal=self.telemetry.refused,
         )
         self.telemetry.on_refresh(self._refresh)
         self.telemetry.on_refresh(self.energy.tell)
@@ -502,6 +504,10 @@ class Gateway:
                 telemetry.set(ENGINE_OUT, 1 if engine.standing.why is why else None, engine.name, why)
             telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self.gpu_watch.idle_power_w(engine))
             telemetry.set(PROFILE_DRIFT, self._drift(engine.name), engine.name)
+            learned = self.sizing.learned_step(engine.name)
+            telemetry.set(
+                PREDICTION_ERROR, learned.error if learned is not None and learned.seen else None, engine.name
+            )
         policy = self.store.current
         self._refresh_queue(telemetry, policy)
         telemetry.policy(

@@ -122,6 +122,13 @@ CLASSIFIED = _requests.counter(
     "class",
     "reason",
 )
+REFUSALS = _requests.counter(
+    "headrace_http_refusals_total",
+    "",
+    "Requests that were answered with an error before they became works: no key, no such model or route, too large.",
+    "status",
+    "reason",
+)
 IDEMPOTENT = _requests.counter(
     "headrace_idempotent_requests_total",
     "",
@@ -292,6 +299,13 @@ ENGINE_PROMPT_TOKENS = _engines.counter(
 )
 ENGINE_GENERATED_TOKENS = _engines.counter(
     "headrace_engine_generated_tokens_total", "tokens", "Tokens made by the engine's own count, others' too.", "engine"
+)
+PREDICTION_ERROR = _engines.gauge(
+    "headrace_engine_prediction_error_ratio",
+    "ratio",
+    "Typical error of what was predicted of the engine's gaps and first tokens, relative to the larger; absent: not"
+    " learned.",
+    "engine",
 )
 PROFILE_DRIFT = _engines.gauge(
     "headrace_engine_profile_drift_ratio",

@@ -22,6 +22,7 @@ from typing import Final
 
 from backends.gpu.base import GpuField, GpuSample
 from backends.gpu.throttle import decode
+from gateway.errors import Refusal
 from gateway.instruments import (
     ATTEMPTS,
     BUILD_INFO,
@@ -79,6 +80,7 @@ from gateway.instruments import (
     QUEUED,
     REDIS_ERRORS,
     REDIS_LATENCY,
+    REFUSALS,
     REQUEST_BATCH,
     REQUESTS,
     RETRIES,
@@ -209,6 +211,10 @@ class Telemetry:
         """Count one attempt that the gateway gave up for a work with an objective, and what it had made."""
         self.add(PREEMPTED, 1, engine, class_name)
         self.add(PREEMPTED_TOKENS, output_tokens, engine, class_name)
+
+    def refused(self, refusal: Refusal) -> None:
+        """Count one request that became no work."""
+        self.add(REFUSALS, 1, str(refusal.status), refusal.reason or refusal.type)
 
     def decided(self, kind: str, seconds: float) -> None:
         """See `gateway.dispatch.dispatcher.Meter`."""

@@ -82,12 +82,14 @@ class Ingress:
         rng: random.Random,
         log: Log,
         wall_s: Callable[[], float] = time.time,
+        on_refusal: Callable[[Refusal], None] | None = None,
     ) -> None:
         """Must be made inside the running loop.
 
         capacity  what fits now, for a query; may raise a Refusal
         keys      the key ring in force now
         rng       for request ids
+        on_refusal  told of each request that becomes no work
         """
         self._settings = settings
         self._service = service
@@ -97,6 +99,7 @@ class Ingress:
         self._clock = clock
         self._rng = rng
         self._log = log
+        self._on_refusal = on_refusal or _uncounted
         self._loop = asyncio.get_running_loop()
         self._cors = Cors(settings.cors_origins)
         self._date_line = DateLine(wall_s)
@@ -204,6 +207,7 @@ class Ingress:
         try:
             await self._route(visit)
         except Refusal as refusal:
+            self._on_refusal(refusal)
             visit.refuse(refusal)
         except ConnectionError:
             downstream.abort()
@@ -337,6 +341,12 @@ class _Visit:
 
 
 _BY_ENGINES = frozenset({Answerer.ENGINE, Answerer.STORED})
+
+
+def _uncounted(_refusal: Refusal) -> None:
+    """Nobody counts refusals."""
+
+
 _FAILED = Refusal(
     500, "the gateway failed on this request: retry, and report the request id", "server_error", "internal_error"
 )

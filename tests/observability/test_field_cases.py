@@ -45,6 +45,7 @@ async def test_typed_models_make_no_series_and_a_model_that_is_no_text_is_refuse
         assert [await ask(model) for model in (["a"], {"a": 1}, 7, None, True)] == [400] * 5
 
         page = await gateway.metrics()
+    assert sum(value for series, value in page.items() if series.startswith("headrace_http_refusals_total")) >= MANY + 6
     of_models = {series for series in page if "model=" in series}
     assert not [series for series in of_models if "typo" in series or "mmm" in series]
     assert len(page) < 1500

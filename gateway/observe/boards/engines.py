@@ -52,7 +52,14 @@ BOARD = Board(
                 Panel(
                     "Dispatch batch",
                     "Works that one round sends to one engine.",
-                    (Query(mean(of.DISPATCH_BATCH, "engine", _ENGINE), "mean {{engine}}"),),
+                    (
+                        Query(mean(of.DISPATCH_BATCH, "engine", _ENGINE), "works {{engine}}"),
+                        Query(
+                            f"{per_second(of.DISPATCH_SEQUENCES, 'engine', _ENGINE)} /"
+                            f" {per_second(of.DISPATCH_BATCHES, 'engine', _ENGINE)}",
+                            "sequences {{engine}}",
+                        ),
+                    ),
                     width=6,
                 ),
             ),
@@ -64,8 +71,16 @@ BOARD = Board(
                     "Binding guard",
                     "The guard that would refuse one more work of the class on the engine; none: it could start.",
                     (Query(gauge(of.GUARD_BINDING, "engine, class, guard", _BOTH), "{{engine}} {{class}} {{guard}}"),),
-                    width=8,
                     draw=Draw.STACK,
+                    width=6,
+                ),
+                Panel(
+                    "What ended each dispatch batch",
+                    "Batches sent each second by the guard that let no more in; none: nothing more waited.",
+                    (Query(per_second(of.DISPATCH_BATCHES, "engine, guard", _ENGINE), "{{engine}} {{guard}}"),),
+                    unit="reqps",
+                    draw=Draw.STACK,
+                    width=6,
                 ),
                 Panel(
                     "How near each guard is",
@@ -73,12 +88,14 @@ BOARD = Board(
                     (Query(_NEAR, "{{engine}} {{class}} {{guard}}"),),
                     unit="percentunit",
                     steps=((0.0, "green"), (1.0, "red")),
+                    width=6,
                 ),
                 Panel(
                     "Decisions",
                     "Each second, by what was done and the guard that bound it.",
                     (Query(per_second(of.DECISIONS, "action, guard", _BOTH), "{{action}} {{guard}}"),),
                     unit="reqps",
+                    width=6,
                 ),
             ),
         ),
@@ -157,6 +174,13 @@ BOARD = Board(
                     "As relayed. A p99 far above the median is a stall: a long prompt, or a preemption.",
                     quantiles(of.ITL, "engine", _BOTH),
                     unit="s",
+                    width=12,
+                ),
+                Panel(
+                    "Prediction error",
+                    "Typical error of predicted gaps and first tokens; the batch is as good as this is small.",
+                    (Query(gauge(of.PREDICTION_ERROR, "engine", _ENGINE), "{{engine}}"),),
+                    unit="percentunit",
                     width=12,
                 ),
                 Panel(
