@@ -6,6 +6,7 @@
 #   make test-observability       dashboards, rules and alerts on a real Prometheus and Alertmanager
 #   make test-deploy              Dockerfile, Compose, Helm chart and units, read as their tools read them
 #   make generate                 docs/metrics.md and the dashboards, from the code
+#   make cross-check              a minute over real HTTP against the same minute in virtual time
 #   make lint                     ruff, ruff format, mypy --strict
 #   make simulate SEEDS=100       seeded fault runs on the virtual loop: one gateway, many, storms; SEED=123 KIND=many
 #                                 repeats one, PLAN=1 shows its faults
@@ -23,7 +24,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 
-.PHONY: demo test test-many test-observability test-deploy generate lint simulate bench clean
+.PHONY: demo test test-many cross-check test-observability test-deploy generate lint simulate bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.run $(WEIGHTS)
@@ -47,6 +48,9 @@ test-deploy: .venv/.dev .venv/.deploy
 generate: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m gateway.observe.metrics_page > docs/metrics.md
 	PYTHONPATH=. $(BIN)/python -m gateway.observe.grafana_json
+
+cross-check: .venv/.dev
+	$(BIN)/python -m pytest -q -rs tests/end_to_end/test_virtual_time.py $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from html import escape
 
 INKS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-WIDTH, HEIGHT = 900, 190
-LEFT, RIGHT, TOP, BOTTOM = 64, 150, 26, 34
+WIDTH, HEIGHT = 980, 190
+LEFT, RIGHT, TOP, BOTTOM = 64, 230, 26, 34
+LEGEND_CHARS = 32
+"""A longer name is cut in its middle: engines are often told apart by the end."""
+LABEL_HEIGHT = 12
 POINTS_MAX = 1500
 """Points drawn of one line; a longer one is thinned to the extremes of its stretches, so that no peak is lost."""
 
@@ -54,8 +57,8 @@ class Bars:
 
 
 def svg(title: str, panels: Sequence[Panel | Bars]) -> str:
-    """A picture of panels one below another."""
-    heights = [HEIGHT if isinstance(one, Panel) else 46 + 17 * len(one.rows) for one in panels]
+    """A picture of panels one below another; those of one kind of x share its range, so that one moment is one column."""
+    heights = [HEIGHT if isinstance(one, Panel) else _bars_height(one) for one in panels]
     height_px = 34 + sum(heights)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height_px}" width="{WIDTH}"',
@@ -66,7 +69,7 @@ def svg(title: str, panels: Sequence[Panel | Bars]) -> str:
     ]
     top = 34
     for panel, height in zip(panels, heights, strict=True):
-        draw = _panel(panel) if isinstance(panel, Panel) else _bars(panel)
+        draw = _panel(panel, _xs(panel, panels)) if isinstance(panel, Panel) else _bars(panel)
         parts.append(f'<g transform="translate(0 {top})">{draw}</g>')
         top += height
     parts.append("</svg>")
@@ -100,9 +103,13 @@ class _Scale:
         return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def _panel(panel: Panel) -> str:
+def _xs(panel: Panel, panels: Sequence[Panel | Bars]) -> list[float]:
+    alike = [one for one in panels if isinstance(one, Panel) and (one.x_unit, one.log_x) == (panel.x_unit, panel.log_x)]
+    return [x for one in alike for line in one.lines for x, _ in line.points if x > 0 or not one.log_x]
+
+
+def _panel(panel: Panel, xs: Sequence[float]) -> str:
     lines = [_cleaned(line, panel) for line in panel.lines]
-    xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points] + [y for _, y in panel.levels if y > 0 or not panel.log_y]
     across = _Scale(xs, LEFT, WIDTH - RIGHT, log=panel.log_x, from_zero=not panel.log_x)
     up = _Scale(ys, HEIGHT - BOTTOM, TOP, log=panel.log_y, from_zero=True)
@@ -163,10 +170,17 @@ def _line(line: Line, ink: str, across: _Scale, up: _Scale) -> str:
 
 def _legend(number: int, name: str, ink: str) -> str:
     y = TOP + 6 + 15 * number
+    if len(name) > LEGEND_CHARS:
+        half = (LEGEND_CHARS - 1) // 2
+        name = f"{name[:half]}\u2026{name[-half:]}"
     return (
         f'<rect x="{WIDTH - RIGHT + 8}" y="{y - 5}" width="12" height="4" fill="{ink}"/>'
         f'<text x="{WIDTH - RIGHT + 24}" y="{y}" fill="#111">{escape(name)}</text>'
     )
+
+
+def _bars_height(bars: Bars) -> int:
+    return 46 + 17 * len(bars.rows) + LABEL_HEIGHT * max(0, len(bars.levels) - 1)
 
 
 def _bars(bars: Bars) -> str:
@@ -182,11 +196,11 @@ def _bars(bars: Bars) -> str:
             f'<rect x="{left}" y="{y}" width="{max(0.0, x - left):.1f}" height="13" fill="{INKS[0]}"/>'
             f'<text x="{x + 4:.1f}" y="{y + 11}" fill="#111">{_shown(value)} {escape(bars.unit)}</text>'
         )
-    for name, level in bars.levels:
-        x = across.px(level)
+    for number, (name, level) in enumerate(bars.levels):
+        x, y = across.px(level), bottom + 11 + LABEL_HEIGHT * number
         parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{bottom}" stroke="#a00" stroke-dasharray="6 3"/>'
-            f'<text x="{x:.1f}" y="{bottom + 11}" text-anchor="middle" fill="#a00">{escape(name)}</text>'
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{y - 10}" stroke="#a00" stroke-dasharray="6 3"/>'
+            f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill="#a00">{escape(name)}</text>'
         )
     return "".join(parts)
 

@@ -13,7 +13,7 @@ BIN_S = 10.0
 
 def picture(title: str, played: Played, policy: Policy) -> str:
     """As SVG."""
-    return svg(title, [_first_tokens(played, policy), _batch(played), _kv(played), _queues(played)])
+    return svg(title, [_first_tokens(played, policy), _batch(played), _kv(played), _queues(played, policy)])
 
 
 def _first_tokens(played: Played, policy: Policy) -> Panel:
@@ -51,10 +51,9 @@ def _kv(played: Played) -> Panel:
     return Panel("KV memory in use", lines, "%", levels=[("full", 100.0)])
 
 
-def _queues(played: Played) -> Panel:
+def _queues(played: Played, policy: Policy) -> Panel:
     first = _by_engine(played)[0][1]
-    names = sorted({name for one in first for name in one.queued})
-    lines = [Line(name, [(one.at_s, float(one.queued.get(name, 0))) for one in first]) for name in names]
+    lines = [Line(name, [(one.at_s, float(one.queued.get(name, 0))) for one in first]) for name in policy.classes]
     return Panel("our queue, by class", lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -168,3 +169,26 @@ def test_thinning_keeps_the_peaks() -> None:
 
     top_px = min(float(pair.split()[1]) for pair in drawn.split('<path d="M')[1].split('"')[0].split("L"))
     assert top_px == pytest.approx(26.0)
+
+
+def test_one_moment_is_one_column_in_all_panels() -> None:
+    short, long = (
+        Panel(name, [Line("a", [(0.0, 1.0), (end_s, 2.0)])]) for name, end_s in (("short", 50.0), ("long", 100.0))
+    )
+
+    marks = re.findall(r'<text x="([\d.]+)" y="172"[^>]*>(\d+) s</text>', svg("t", [short, long]))
+
+    assert marks[: len(marks) // 2] == marks[len(marks) // 2 :]
+
+
+def test_a_long_name_keeps_its_end_and_levels_do_not_write_over_each_other() -> None:
+    name = "an-engine-with-a-very-long-name-number-17"
+    picture = svg(
+        "t", [Panel("p", [Line(name, [(0.0, 1.0)])]), Bars("b", [("x", 1.0)], levels=[("one", 1.0), ("two", 1.01)])]
+    )
+
+    heights = re.findall(r'y="(\d+)" text-anchor="middle" fill="#a00">', picture)
+
+    assert name not in picture
+    assert "number-17</text>" in picture
+    assert len(set(heights)) == 2
