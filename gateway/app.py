@@ -80,10 +80,13 @@ from policies.document import effective
 from policies.limits import FollowingSizing
 from policies.placement import eligible
 from policies.schema import Policy
-from policies.vocabulary import Decision, EngineView, Outcome
+from policies.vocabulary import Decision, EngineState, EngineView, Outcome
 
 POOL = "default"
 FIRST_POLL_S = 3.0
+HEARD_WAIT_S = 5.0
+"""For somebody to lead (after a validity of 2 s when the store is new) and to hear an engine; after that, without."""
+HEARD_LOOK_S = 0.1
 LAG_EVERY_S = 0.5
 DECISIONS_KEPT = 64
 JUDGE_S = 0.25
@@ -281,11 +284,8 @@ class Gateway:
             self.telemetry.on_refresh(tell_costs)
 
         stack.push_async_callback(self._close_backends)
-        await self.presence.beat()
         stack.push_async_callback(self.presence.leave)
-        if self.presence.leads:
-            await self.poller.once(FIRST_POLL_S)
-        await self.member.herald.once()
+        await self._hear_of_engines()
         await stack.enter_async_context(self.member.batcher)
         stack.push_async_callback(self._flush_owner)
         tasks = await stack.enter_async_context(_Background())
@@ -382,6 +382,23 @@ class Gateway:
             public = parse_listen(self.settings.listen)
             listener = await bound(self.ingress.listen(host=public.host, port=public.port), "listen", public)
             self.public_url = url_of(listener.sockets[0], public) + self.settings.mount_path
+
+    async def _hear_of_engines(self) -> None:
+        """Know the engines before anybody asks for one: poll them as the leader, or hear what the leader has published.
+
+        In a store that has no leader yet this takes the leader's validity; without a word of anybody it ends after
+        HEARD_WAIT_S, and engines are found while requests are refused.
+        """
+        until_s = self._clock.now_s() + HEARD_WAIT_S
+        while True:
+            await self.presence.beat()
+            if self.presence.leads:
+                await self.poller.once(FIRST_POLL_S)
+            await self.member.herald.once()
+            heard = not self.roster or any(engine.state is not EngineState.STARTING for engine in self.roster)
+            if heard or self.presence.leads or self._clock.now_s() > until_s:
+                return
+            await asyncio.sleep(HEARD_LOOK_S)
 
     # -- what parts tell each other --------------------------------------------------------------------------------
 
@@ -518,7 +535,7 @@ class Gateway:
         )
         telemetry.set(CONNECTIONS, self.ingress.open_connections)
         telemetry.set(BODIES_HELD, self.ingress.bodies_held_bytes)
-        telemetry.set(REDIS_UP, int(self.presence.connected))
+        telemetry.set(REDIS_UP, int(self.presence.connected and not self.presence.failing))
         telemetry.set(LEADER, int(self.presence.leads), POOL)
         telemetry.set(LEADER_EPOCH, self.presence.epoch or None, POOL)
         telemetry.set(CLOCK_ERROR, self._clock.error_s)
@@ -612,8 +629,13 @@ class Gateway:
 
 def _running_only(engine: Engine, view: EngineView) -> EngineView:
     """The view without credit that other processes hold: people are shown what runs, not what may be started."""
-    in_flight = {name: works for name in view.in_flight if (works := engine.ledger.running(name))}
-    return dataclasses.replace(view, in_flight=in_flight)
+    ledger = engine.ledger
+    return dataclasses.replace(
+        view,
+        in_flight={name: works for name in view.in_flight if (works := ledger.running(name))},
+        kv_tokens=view.kv_tokens - ledger.allowed_kv_tokens,
+        prefill_tokens=view.prefill_tokens - ledger.allowed_prefill_tokens,
+    )
 
 
 class _Background:

@@ -235,8 +235,6 @@ class Action(StrEnum):
     DISPATCH = "dispatch"
     HOLD = "hold"
     SHED = "shed"
-    GROW = "grow"
-    SHRINK = "shrink"
     PREEMPT = "preempt"
 
 
@@ -302,7 +300,6 @@ class Result(StrEnum):
     ENGINE_FAILED = "engine_failed"
     TIMED_OUT = "timed_out"
     UNAVAILABLE = "unavailable"
-    OWNER_GONE = "owner_gone"
 
 
 @dataclass(frozen=True, slots=True)

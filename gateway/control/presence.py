@@ -21,7 +21,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from gateway.clock import CLOCK_ERROR_MAX_S, PoolClock
-from gateway.queue.base import Expired, Queue, QueueUnavailable, Renewed, Session, SessionReport
+from gateway.queue.base import Expired, Leadership, Queue, QueueUnavailable, Renewed, Session, SessionReport
 
 BEAT_S = 0.5
 HURRY_S = 0.05
@@ -38,6 +38,7 @@ class Presence:
 
     session   our session in force; its epoch changes when a lost session is registered anew
     epoch     the leader epoch we hold; 0 when we do not lead
+    outages   how often the store stopped answering: each time it may have lost what it had taken
     """
 
     __slots__ = (
@@ -58,6 +59,7 @@ class Presence:
         "_swept_seq",
         "epoch",
         "last_error",
+        "outages",
         "round_trip_s",
         "session",
         "sole",
@@ -96,6 +98,7 @@ class Presence:
         self.session = Session(session_id, 1)
         self.epoch = 0
         self.last_error = ""
+        self.outages = 0
         self.round_trip_s = 0.0
         self._session_until_s = self._leader_until_s = -1.0
         self._decide_from_s = 0.0
@@ -164,6 +167,7 @@ class Presence:
             async with self._beating:
                 await calls()
         except QueueUnavailable as error:
+            self.outages += not self.failing
             self.last_error = str(error)
         else:
             self.last_error = ""
@@ -217,7 +221,11 @@ class Presence:
 
     async def _lead(self, *, lapsed: bool) -> None:
         sent_s = self._clock.now_s()
-        record = await self._queue.lead(self.session.id, now_ms=self.now_ms(), valid_for_ms=int(LEADER_VALID_S * 1000))
+        record = await self._ask_to_lead()
+        if self.sole and record.leader != self.session.id:
+            # Nobody else can reach the store: whoever leads by its record died with our predecessor.
+            await self._queue.resign(record.leader, epoch=record.epoch)
+            record = await self._ask_to_lead()
         if record.leader != self.session.id:
             self.epoch = 0
             return
@@ -232,6 +240,9 @@ class Presence:
         expired = await self._queue.expire_sessions(now_ms=self.now_ms(), after_seq=self._swept_seq)
         self._swept_seq = expired.seq
         self._on_expired(expired)
+
+    async def _ask_to_lead(self) -> Leadership:
+        return await self._queue.lead(self.session.id, now_ms=self.now_ms(), valid_for_ms=int(LEADER_VALID_S * 1000))
 
     def __repr__(self) -> str:
         role = f"leads epoch {self.epoch}" if self.leads else "follows"

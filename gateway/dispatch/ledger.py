@@ -79,8 +79,10 @@ class EngineLedger:
     last_grant_s: float = float("-inf")
     version: int = 0
     allowed: dict[str, int] = field(default_factory=dict)
+    allowed_kv_tokens: int = 0
+    allowed_prefill_tokens: int = 0
     extra_sequences: dict[str, int] = field(default_factory=dict)
-    _elsewhere: dict[Session, tuple[Mapping[str, InFlight], Mapping[str, int]]] = field(default_factory=dict)
+    _elsewhere: dict[Session, tuple[Mapping[str, InFlight], Mapping[str, InFlight]]] = field(default_factory=dict)
 
     def add(self, work: Work, attempt: int, now_s: float) -> None:
         """Count an attempt from its grant on."""
@@ -139,11 +141,11 @@ class EngineLedger:
         self.version += 1
         return True
 
-    def elsewhere(self, session: Session, sums: Mapping[str, InFlight], allowed: Mapping[str, int]) -> None:
+    def elsewhere(self, session: Session, sums: Mapping[str, InFlight], allowed: Mapping[str, InFlight]) -> None:
         """Replace what another session is taken to have here, by class; {} when it is gone.
 
         sums      what runs and what may be started at any moment
-        allowed   how many of the works in `sums` may be started, but were not reported as running
+        allowed   which part of `sums` may be started, but was not reported as running
         """
         before, allowed_before = self._elsewhere.get(session, _NONE)
         if sums == before and allowed == allowed_before:
@@ -167,11 +169,13 @@ class EngineLedger:
         """Works of a class in flight, without what is only allowed."""
         return self.in_flight.get(class_name, 0) - self.allowed.get(class_name, 0)
 
-    def _replace(self, sums: Mapping[str, InFlight], allowed: Mapping[str, int], sign: int) -> None:
+    def _replace(self, sums: Mapping[str, InFlight], allowed: Mapping[str, InFlight], sign: int) -> None:
         for class_name, one in sums.items():
             self._count(class_name, sign * one.works, sign * one.kv_tokens, sign * one.prefill_tokens)
-        for class_name, works in allowed.items():
-            self.allowed[class_name] = self.allowed.get(class_name, 0) + sign * works
+        for class_name, one in allowed.items():
+            self.allowed[class_name] = self.allowed.get(class_name, 0) + sign * one.works
+            self.allowed_kv_tokens += sign * one.kv_tokens
+            self.allowed_prefill_tokens += sign * one.prefill_tokens
 
     def sessions_elsewhere(self) -> list[Session]:
         """Sessions that have sums here."""
@@ -291,4 +295,4 @@ class Ledger:
         return f"<Ledger in flight: {' '.join(parts) or 'none'}>"
 
 
-_NONE: tuple[Mapping[str, InFlight], Mapping[str, int]] = ({}, {})
+_NONE: tuple[Mapping[str, InFlight], Mapping[str, InFlight]] = ({}, {})

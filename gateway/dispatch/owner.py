@@ -2,7 +2,8 @@
 
 A work that the dispatcher can start at once never touches the queue. Any other is enqueued, waits here on a future, and
 is removed from the queue when it ends, however it ends. The queue is an index that its owners rebuild: when a session
-was lost or the store forgot (a flush, a failover without data), every work that waits here is written again.
+was lost or the store was away (a flush, a failover, a restart that lost its last second), every work that waits here is
+written again.
 
 Grants reach it in two ways: straight from the dispatcher when this process leads, else from the store, read on the bell
 and on a timer. An epoch below the highest seen and a grant that has expired are refused and given back. While the store
@@ -76,6 +77,7 @@ class Owner:
         "_dispatcher",
         "_entries",
         "_grants_seen",
+        "_outages",
         "_presence",
         "_queue",
         "_rebuild",
@@ -99,6 +101,7 @@ class Owner:
         self._bell = asyncio.Event()
         self._grants_seen = 0
         self._rebuild = False
+        self._outages = 0
         self._refused: dict[str, tuple[Work, int]] = {}
         self._registered_anew = asyncio.Event()
 
@@ -384,9 +387,11 @@ class Owner:
         now_s = self._clock.pool_s()
         waiting = [one.work for one in self._waiting.values() if not one.granted.done()]
         old = [work for work in waiting if now_s - work.accepted_s > RECONCILE_S]
-        if self._rebuild or (self._presence.leads and len(old) > self._dispatcher.depth_seen):
-            await self._write_again(waiting if self._rebuild else old)
-            self._rebuild = False
+        outages = self._presence.outages
+        rebuild = self._rebuild or outages != self._outages
+        if rebuild or (self._presence.leads and len(old) > self._dispatcher.depth_seen):
+            await self._write_again(waiting if rebuild else old)
+            self._rebuild, self._outages = False, outages
 
     async def _write_again(self, works: Sequence[Work]) -> None:
         """Enqueue is idempotent: works that the store still has answer QUEUED and change nothing."""

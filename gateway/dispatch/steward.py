@@ -400,37 +400,44 @@ class Steward:
 
     def _count(self, session: Session, other: _Other, now_s: float) -> None:
         """Put into the ledger what a session is taken to have on each engine."""
-        here, lost, silent_s = session == self._presence.session, session in self._lost, other.silent_s(now_s)
         sums: dict[str, dict[str, InFlight]] = {engine.name: {} for engine in self._roster}
-        allowed: dict[str, dict[str, int]] = {engine.name: {} for engine in self._roster}
+        allowed: dict[str, dict[str, InFlight]] = {engine.name: {} for engine in self._roster}
         for place in other.report.in_flight.keys() | other.credits.keys():
             engine, class_name = place
             if engine not in sums:
                 continue
+            here = session == self._presence.session
             runs = NOTHING if here else other.report.in_flight.get(place, NOTHING)
-            unspent, credit = _unspent(other, place), other.credits.get(place)
-            runs_most, share = runs.works + unspent.works, 0 if credit is None else credit.share
-            if here:
-                share -= self._ledger[engine].entries_of(class_name)
-            seen = None if here or silent_s <= SILENT_S else self._seen(other, place)
-            if seen is not None:
-                # It starts nothing any more, but on its share.
-                left = share_left(max(runs_most, share), silent_s) if self._has_objective(class_name) else 0
-                works = max(min(runs_most, seen), left)
-            elif lost and silent_s > SESSION_VALID_S and now_s > other.whole_s:
-                works = share_left(max(runs_most, share), silent_s)
-            else:
-                works = max(runs_most, share_left(share, silent_s), 0)
-            if works:
-                part = min(1.0, works / runs_most) if runs_most else 0.0
-                sums[engine][class_name] = InFlight(
-                    works,
-                    int(part * (runs.kv_tokens + unspent.kv_tokens)),
-                    int(part * (runs.prefill_tokens + unspent.prefill_tokens)),
-                )
-                allowed[engine][class_name] = works if lost else works - runs.works
+            most = self._most(session, other, place, runs, now_s)
+            if most.works:
+                sums[engine][class_name] = most
+                allowed[engine][class_name] = most if session in self._lost else _beyond(most, runs)
         for engine, by_class in sums.items():
             self._ledger[engine].elsewhere(session, by_class, allowed[engine])
+
+    def _most(self, session: Session, other: _Other, place: Place, runs: InFlight, now_s: float) -> InFlight:
+        """The most that a session can have on a place, now or at any moment before it is heard of again."""
+        engine, class_name = place
+        here, silent_s = session == self._presence.session, other.silent_s(now_s)
+        unspent, credit = _unspent(other, place), other.credits.get(place)
+        could, share = runs.works + unspent.works, 0 if credit is None else credit.share
+        if here:
+            share -= self._ledger[engine].entries_of(class_name)
+        seen = None if here or silent_s <= SILENT_S else self._seen(other, place)
+        if seen is not None:
+            # It starts nothing any more, but on its share.
+            left = share_left(max(could, share), silent_s) if self._has_objective(class_name) else 0
+            works = max(min(could, seen), left)
+        elif session in self._lost and silent_s > SESSION_VALID_S and now_s > other.whole_s:
+            works = share_left(max(could, share), silent_s)
+        else:
+            works = max(could, share_left(share, silent_s), 0)
+        part = min(1.0, works / could) if could else 0.0
+        return InFlight(
+            works,
+            int(part * (runs.kv_tokens + unspent.kv_tokens)),
+            int(part * (runs.prefill_tokens + unspent.prefill_tokens)),
+        )
 
     def _seen(self, other: _Other, place: Place) -> int | None:
         """What the engine shows beyond the works of all others, since a silent session could start nothing there any more
@@ -499,6 +506,15 @@ def _unspent(other: _Other, place: Place) -> InFlight:
         max(0, allowed.works - started.works),
         max(0, allowed.kv_tokens - started.kv_tokens),
         max(0, allowed.prefill_tokens - started.prefill_tokens),
+    )
+
+
+def _beyond(most: InFlight, runs: InFlight) -> InFlight:
+    """What may be started of it, but was not reported as running."""
+    return InFlight(
+        max(0, most.works - runs.works),
+        max(0, most.kv_tokens - runs.kv_tokens),
+        max(0, most.prefill_tokens - runs.prefill_tokens),
     )
 
 

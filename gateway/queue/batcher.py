@@ -1,7 +1,7 @@
-"""Gathers the single calls of one loop turn into one plural call of the queue, so that load makes batches, not traffic.
+"""Gathers the enqueues of one loop turn into one plural call of the queue, so that load makes batches, not traffic.
 
-Enqueues and settles have a lane each. A lane has at most one call under way; what comes meanwhile goes with the next.
-There is no delay: an idle lane sends at the next turn of the loop.
+At most one call is under way; what comes meanwhile goes with the next. There is no delay: an idle batcher sends at the
+next turn of the loop. (Settles are gathered by whoever owes them: they are retried, and nobody waits for them.)
 
 Cancelling a caller takes nothing from the others, whose works travel in the same script. It leaves open whether the
 cancelled caller's own call was done, so the rule is: **whoever cancels an enqueue settles the work**. The settle removes
@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from gateway.queue.base import Enqueued, Queue, QueueUnavailable, Session, Settled
+from gateway.queue.base import Enqueued, Queue, QueueUnavailable, Session
 from policies.vocabulary import Work
 
 BATCH_MAX = 256
@@ -34,35 +34,28 @@ class Batcher:
     now_ms    the pool clock, read when a batch is sent
     """
 
-    __slots__ = ("_enqueues", "_group", "_now_ms", "_queue", "_session", "_settles")
+    __slots__ = ("_enqueues", "_group", "_now_ms", "_queue", "_session")
 
     def __init__(self, queue: Queue, *, session: Callable[[], Session], now_ms: Callable[[], int]) -> None:
         self._queue = queue
         self._session = session
         self._now_ms = now_ms
         self._enqueues: _Lane[tuple[Work, int], Enqueued] = _Lane(self._send_enqueues)
-        self._settles: _Lane[tuple[str, int], Settled] = _Lane(self._send_settles)
         self._group = asyncio.TaskGroup()
 
     async def enqueue(self, work: Work, *, max_queue: Mapping[str, int]) -> Enqueued:
-        """Let one work wait; max_queue by class name. Who cancels this call owes a `settle`."""
+        """Let one work wait; max_queue by class name. Who cancels this call owes a settle."""
         return await self._enqueues.ask((work, max_queue[work.class_name]), self._session())
-
-    async def settle(self, work_id: str, attempt: int) -> Settled:
-        """Remove one work, in whatever state it is."""
-        return await self._settles.ask((work_id, attempt), self._session())
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
         self._group.create_task(self._enqueues.run(), name="enqueue lane")
-        self._group.create_task(self._settles.run(), name="settle lane")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._enqueues.close()
-        self._settles.close()
         await self._group.__aexit__(kind, error, trace)
 
     async def _send_enqueues(self, asks: Sequence[tuple[Work, int]], session: Session) -> list[Enqueued]:
@@ -70,11 +63,8 @@ class Batcher:
         bounds = {work.class_name: bound for work, bound in asks}
         return await self._queue.enqueue_many(works, session=session, max_queue=bounds, now_ms=self._now_ms())
 
-    async def _send_settles(self, asks: Sequence[tuple[str, int]], session: Session) -> list[Settled]:
-        return await self._queue.settle_many(asks, session=session, now_ms=self._now_ms())
-
     def __repr__(self) -> str:
-        return f"<Batcher enqueues={self._enqueues!r} settles={self._settles!r}>"
+        return f"<Batcher enqueues={self._enqueues!r}>"
 
 
 class _Lane(Generic[Ask, Answer]):

@@ -39,9 +39,6 @@ PUSH_PAUSES = 50
 """The pause after a report is at least this many times as long as the report took: a fiftieth of the loop is for it."""
 RETIRE_S = 2.0
 """For clients that keep their connections to use them once more, and to be told by the answer that it was the last."""
-HEARD_WAIT_S = 5.0
-"""For a decider to lead (after a validity of 2 s when the store is new) and to hear an engine; after that, without."""
-HEARD_LOOK_S = 0.05
 
 _PR_SET_PDEATHSIG = 1
 
@@ -136,13 +133,7 @@ class Process:
             await self._acceptor.run()
 
     async def _stand_by(self) -> None:
-        """Say that we are up once the engines were heard, so that workers find their state; decide until cancelled."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + HEARD_WAIT_S
-        while self._gateway.unready():
-            await asyncio.sleep(HEARD_LOOK_S)
-            if loop.time() > until_s:
-                break
+        """Say that we are up, now that the engines were heard, so that workers find their state; decide until cancelled."""
         self._up = True
         self._report()
         await asyncio.Event().wait()

@@ -43,7 +43,7 @@ async def lives(queue: Queue, batcher: Batcher, numbers: range, epoch: int) -> N
         one = work(number)
         await batcher.enqueue(one, max_queue=BOUNDS)
         await queue.claim_many([Grant(one.id, "gpu", epoch, 1, 0.0)], now_ms=now_ms())
-        await batcher.settle(one.id, 1)
+        await queue.settle_many([(one.id, 1)], session=ME, now_ms=now_ms())
 
 
 async def rounds(queue: Queue, batcher: Batcher, numbers: range, epoch: int, together: int) -> None:
@@ -53,7 +53,7 @@ async def rounds(queue: Queue, batcher: Batcher, numbers: range, epoch: int, tog
         await asyncio.gather(*(batcher.enqueue(one, max_queue=BOUNDS) for one in some))
         waiting = await queue.peek(bounds={}, default_bound=together, now_ms=now_ms())
         await queue.claim_many([Grant(one.id, "gpu", epoch, 1, 0.0) for one in waiting.works], now_ms=now_ms())
-        await asyncio.gather(*(batcher.settle(one.id, 1) for one in waiting.works))
+        await queue.settle_many([(one.id, 1) for one in waiting.works], session=ME, now_ms=now_ms())
 
 
 async def measure(title: str, works: int, run: Callable[[], Awaitable[None]]) -> None:

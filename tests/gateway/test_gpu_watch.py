@@ -204,7 +204,9 @@ async def test_energy_is_told_busy_and_idle_apart(monkeypatch: pytest.MonkeyPatc
 
 async def test_what_others_may_start_without_asking_is_no_work_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine()
-    one.ledger.elsewhere(Session("w1", 1), {"interactive": InFlight(2, 512, 512)}, {"interactive": 2})
+    one.ledger.elsewhere(
+        Session("w1", 1), {"interactive": InFlight(2, 512, 512)}, {"interactive": InFlight(2, 512, 512)}
+    )
     reads = [sample(float(at_s), card(energy_j_total=5000.0 + 70 * at_s)) for at_s in (1, 2, 3)]
 
     _, watch, _ = await watched(one, reads, monkeypatch)

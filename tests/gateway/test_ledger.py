@@ -142,7 +142,7 @@ def test_a_process_that_leads_no_more_keeps_its_own_attempts_only() -> None:
     ledger["a"].add(work(1), 1, 0.0)
     ledger["a"].add(work(2), 1, 0.0)
     ledger["a"].entries["w2", 1].claimed = Claimed(OTHER, 1)
-    ledger["a"].elsewhere(OTHER, {"bulk": InFlight(3, 48, 48)}, {"bulk": 1})
+    ledger["a"].elsewhere(OTHER, {"bulk": InFlight(3, 48, 48)}, {"bulk": InFlight(1)})
 
     dropped = ledger.only_here()
 
@@ -154,12 +154,15 @@ def test_a_process_that_leads_no_more_keeps_its_own_attempts_only() -> None:
 def test_sums_of_another_session_replace_each_other() -> None:
     ledger = EngineLedger()
 
-    ledger.elsewhere(OTHER, {"bulk": InFlight(3, 48, 48), "interactive": InFlight(1, 16, 16)}, {"bulk": 3})
-    ledger.elsewhere(OTHER, {"bulk": InFlight(2, 16, 0)}, {"bulk": 1})
+    ledger.elsewhere(
+        OTHER, {"bulk": InFlight(3, 48, 48), "interactive": InFlight(1, 16, 16)}, {"bulk": InFlight(3, 48, 48)}
+    )
+    ledger.elsewhere(OTHER, {"bulk": InFlight(2, 16, 0)}, {"bulk": InFlight(1, 8, 0)})
 
     assert ledger.in_flight == {"bulk": 2}
     assert ledger.running("bulk") == 1
     assert (ledger.kv_tokens, ledger.prefill_tokens) == (16, 0)
+    assert (ledger.allowed_kv_tokens, ledger.allowed_prefill_tokens) == (8, 0)
 
 
 def test_an_engine_gives_up_nothing_more_while_something_is_being_given_up() -> None:

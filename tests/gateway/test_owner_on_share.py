@@ -49,7 +49,7 @@ class Unreachable:
 
 
 def owner_with(share: Share, *, failing: bool = True) -> tuple[Owner, SimpleNamespace]:
-    presence = SimpleNamespace(failing=failing, leads=False, sole=False)
+    presence = SimpleNamespace(failing=failing, leads=False, sole=False, outages=0)
     batcher: Any = Unreachable()
     queue: Any = None
     dispatcher: Any = share

@@ -121,7 +121,7 @@ async def test_who_cancels_an_enqueue_and_settles_leaves_no_trace_in_either_orde
         leaving = group.create_task(batcher.enqueue(work("leaves"), max_queue=BOUNDS))
         await gate.entered.wait()
         leaving.cancel()
-        overtaking = await batcher.settle("leaves", 0)
+        (overtaking,) = await gate.settle_many([("leaves", 0)], session=ME, now_ms=NOW)
         gate.open.set()
 
     assert overtaking is Settled.GONE
@@ -161,7 +161,7 @@ async def test_ending_sends_what_is_left_and_refuses_what_comes_later(gate: Gate
 
     assert await last is Enqueued.QUEUED
     with pytest.raises(QueueUnavailable, match="closed"):
-        await batcher.settle("last", 0)
+        await batcher.enqueue(work("later"), max_queue=BOUNDS)
 
 
 async def test_a_batcher_that_is_cancelled_leaves_no_caller_waiting(gate: Gate) -> None:

@@ -232,9 +232,9 @@ def test_the_policy_in_force_is_one_series(telemetry: Telemetry) -> None:
 
 
 def test_decisions_are_counted_by_the_guard_that_bound_them(telemetry: Telemetry) -> None:
-    telemetry.decision(Decision(Action.HOLD, 1.0, "v", class_name="bulk", engine="e1", binding=Guard.KV))
+    telemetry.decision(Decision(Action.SHED, 1.0, "v", class_name="bulk", engine="e1", binding=Guard.KV))
 
-    of = {"action": "hold", "class_": "bulk", "engine": "e1", "guard": "kv"}
+    of = {"action": "shed", "class_": "bulk", "engine": "e1", "guard": "kv"}
     assert value(telemetry, "headrace_decisions_total", **of) == 1
 
 
