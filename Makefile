@@ -3,6 +3,7 @@
 #   make demo ARGS='--for 20'     the gateway before two simulated engines, with real traffic
 #   make test ARGS='-k queue'     the tests (xdist on two workers)
 #   make test-many                those that start many processes, and real client libraries
+#   make test-load-tools          guidellm and aiperf against the gateway
 #   make test-observability       dashboards, rules and alerts on a real Prometheus and Alertmanager
 #   make test-deploy              Dockerfile, Compose, Helm chart and units, read as their tools read them
 #   make generate                 docs/metrics.md and the dashboards, from the code
@@ -24,17 +25,20 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 
-.PHONY: demo test test-many cross-check test-observability test-deploy generate lint simulate bench clean
+.PHONY: demo test test-many test-load-tools cross-check test-observability test-deploy generate lint simulate bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.run $(WEIGHTS)
 	@$(BIN)/headrace demo $(ARGS)
 
 test: .venv/.dev .venv/.weights
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability and not deploy' $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability and not deploy and not load_tools' $(ARGS)
 
 test-many: .venv/.dev .venv/.clients
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m many $(ARGS)
+
+test-load-tools: .venv/.dev .venv/.load-tools
+	$(BIN)/python -m pytest -q -m load_tools tests/end_to_end/test_load_tools.py $(ARGS)
 
 test-observability: .venv/.dev
 	@for program in prometheus promtool prometheus-alertmanager amtool; do command -v $$program >/dev/null || { \
@@ -93,6 +97,14 @@ clean:
 
 # Clients that tests run in environments of their own: each needs another release of the OpenAI client than we do.
 CLIENTS := tests/end_to_end/clients
+# Other people's load generators, each with requirements of its own.
+.venv/.load-tools: | .venv/bin/python
+	@echo "installing guidellm and aiperf below .venv/load-tools"
+	@for tool in guidellm==0.8.1 aiperf==0.13.0; do \
+	  $(PYTHON) -m venv --clear .venv/load-tools/$${tool%%=*} && \
+	  .venv/load-tools/$${tool%%=*}/bin/pip install --quiet --disable-pip-version-check $$tool || exit 1; done
+	@touch $@
+
 .venv/.clients: $(CLIENTS)/requirements.txt $(CLIENTS)/vercel/package-lock.json | .venv/bin/python
 	@echo "installing LangChain, LlamaIndex and, where there is npm, Vercel's AI SDK below .venv/clients"
 	@$(PYTHON) -m venv --clear .venv/clients/python

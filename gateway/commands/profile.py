@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import os
+import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -45,7 +46,8 @@ from gateway.settings_file import SettingsError
 _BOUNDS = Bounds()
 _WORKLOAD = Workload()
 PIPED_WIDTH = 130
-SIGNIFICANT = 4
+ERROR_MAX = 0.15
+"""A fit that is typically farther off explains nothing."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -129,7 +131,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(profile(found), indent=1))
     else:
         _print(found, args.out)
-    return 1 if found.facts.stopped else 0
+    if found.fitted.error > ERROR_MAX:
+        sys.stderr.write(
+            f"headrace profile: the fit errs by {found.fitted.error:.0%} in the middle: the engine or this machine was not"
+            " quiet, and the figures are not to be used; measure again\n"
+        )
+    return 1 if found.facts.stopped or found.fitted.error > ERROR_MAX else 0
 
 
 def _kept(document: dict[str, object], args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from backends.simulated.step_model import PowerModel, StepModel
@@ -78,6 +78,11 @@ def profile(of: Profiled) -> dict[str, object]:
             f"{fitted.points} points, median error {fitted.error:.1%}, largest {fitted.worst:.1%};"
             f" a request takes {1000 * fitted.overhead_s:.2f} ms beside its steps, which is not part of the profile"
         ),
+    }
+    document["measured"] = {
+        "prompt_tokens, seconds": [astuple(one) for one in seen.alone],
+        "batch, context_tokens, seconds, power_w": [astuple(one) for one in seen.together],
+        "prompt_tokens, context_tokens, longest_s, usual_s": [astuple(one) for one in seen.stalls],
     }
     power = power_model(seen.together)
     if power is not None:

@@ -29,6 +29,8 @@ WILD: Final = 4.0
 """So many median absolute errors off, a point counts less, the less the farther it is off."""
 LEAST_ERROR: Final = 0.003
 ROUNDS: Final = 4
+LEAST_SHARE: Final = 0.3
+"""Of the usual time of its kind: a point that is shorter counts at first as if it were so long."""
 EXPERT_SHARES: Final = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
 PLAIN_ENOUGH: Final = 0.01
 """Where a plain model is typically this near, no mixture is looked for."""
@@ -45,7 +47,7 @@ class Fitted:
 
     overhead_s      of a request, beside its steps
     budget_tokens   of a step; None: more than any prompt that was sent
-    error           median relative error over the points; worst: the largest
+    error           median over the points, relative to the larger of seen and predicted; worst: the largest
     points          how many there were
     """
 
@@ -94,12 +96,12 @@ def _fit(points: Sequence[_Point]) -> Fitted:
     changes = [0.0, *(math.sqrt(low * high) for low, high in pairwise(sizes)), math.inf]
     weights, cost = min((_solved(points, change, 0.0) for change in changes), key=lambda one: one[1])
     share = 0.0
-    plain = [abs(_predicted(point, weights, 0.0) / point.seconds - 1) for point in points]
+    plain = [_error(point.seconds, _predicted(point, weights, 0.0)) for point in points]
     for k in EXPERT_SHARES if median(plain) > PLAIN_ENOUGH else ():
         mixed, mixed_cost = min((_solved(points, change, k) for change in changes), key=lambda one: one[1])
         if mixed_cost < (cost if share else MIXTURE_GAIN * cost):
             weights, cost, share = mixed, mixed_cost, k
-    errors = [abs(_predicted(point, weights, share) / point.seconds - 1) for point in points]
+    errors = [_error(point.seconds, _predicted(point, weights, share)) for point in points]
     a, b, d, e, c, f, h1, g, overhead = weights
     model = StepModel(a=max(a or d, 1e-6), b=b, d=d, e=e, c=c, f=f, h0=0.0, h1=h1, g=g, k=share)
     return Fitted(model, overhead / 1000, None, median(errors), max(errors), len(points))
@@ -111,21 +113,37 @@ def _solved(points: Sequence[_Point], change: float, share: float) -> tuple[list
     share   of the experts that a token needs; 0: no mixture
     """
     rows = [_row(point, change, share) for point in points]
+    scales_s = [max(point.seconds, LEAST_SHARE * _usual_s(points, point)) for point in points]
     trust = [1.0] * len(points)
     weights: list[float] = []
     errors: list[float] = []
     for _ in range(ROUNDS):
-        weights = _weighted(rows, points, trust)
-        errors = [_predicted(point, weights, share) / point.seconds - 1 for point in points]
-        bound = WILD * max(LEAST_ERROR, median(map(abs, errors)))
-        trust = [min(1.0, bound / abs(error)) if error else 1.0 for error in errors]
+        weights = _weighted(rows, points, scales_s, trust)
+        predicted = [_predicted(point, weights, share) for point in points]
+        errors = [_error(point.seconds, value) for point, value in zip(points, predicted, strict=True)]
+        bound = WILD * max(LEAST_ERROR, median(errors))
+        trust = [min(1.0, bound / error) if error else 1.0 for error in errors]
+        scales_s = [max(point.seconds, value) for point, value in zip(points, predicted, strict=True)]
     cost = sum(weight * error * error for weight, error in zip(trust, errors, strict=True))
     return weights, cost
 
 
-def _weighted(rows: Sequence[Sequence[float]], points: Sequence[_Point], trust: Sequence[float]) -> list[float]:
-    """Milliseconds. Columns are scaled to their largest relative share, so that one ridge suits them all."""
-    relative = [[value / (1000 * point.seconds) for value in row] for row, point in zip(rows, points, strict=True)]
+def _error(seen_s: float, predicted_s: float) -> float:
+    """Relative to the larger of the two: a step seen far too short by chance must not count for a hundred others."""
+    return abs(predicted_s - seen_s) / max(predicted_s, seen_s)
+
+
+def _usual_s(points: Sequence[_Point], like: _Point) -> float:
+    return median(point.seconds for point in points if point.request is like.request)
+
+
+def _weighted(
+    rows: Sequence[Sequence[float]], points: Sequence[_Point], scales_s: Sequence[float], trust: Sequence[float]
+) -> list[float]:
+    """Milliseconds. Errors count relative to scales_s; columns are scaled to their largest share, so that one ridge
+    suits them all."""
+    relative = [[value / (1000 * scale_s) for value in row] for row, scale_s in zip(rows, scales_s, strict=True)]
+    wanted = [point.seconds / scale_s for point, scale_s in zip(points, scales_s, strict=True)]
     scales = [max(map(abs, column)) or 1.0 for column in zip(*relative, strict=True)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in relative]
     size = len(scales)
@@ -137,7 +155,10 @@ def _weighted(rows: Sequence[Sequence[float]], points: Sequence[_Point], trust: 
         ]
         for i in range(size)
     ]
-    right = [sum(weight * row[i] for row, weight in zip(scaled, trust, strict=True)) for i in range(size)]
+    right = [
+        sum(weight * row[i] * value for row, value, weight in zip(scaled, wanted, trust, strict=True))
+        for i in range(size)
+    ]
     return [weight / scale for weight, scale in zip(nonnegative(matrix, right), scales, strict=True)]
 
 

@@ -30,12 +30,17 @@ LONG_TOKENS: Final = 2048
 ANSWER_TOKENS: Final = 64
 """Of a batch: enough for a stretch in which all decode."""
 STRETCHES: Final = 4
+UNEVEN: Final = 1.5
+"""Stretches of one batch that differ by so much are measured once more, and the more even ones kept."""
+BUNCH_S: Final = 0.0002
 KV_SHARE: Final = 0.85
 """Of the KV memory that a batch may fill, where its size is known."""
 IDLE_LOOKS: Final = 3
 LOOK_S: Final = 0.5
 SETTLE_S: Final = 10.0
 SETTLE_LOOK_S: Final = 0.1
+LEARN_WORDS: Final = 12
+"""A prompt of so many words shows how many tokens of the engine a word is."""
 OVERHEAD_TOKENS: Final = 32
 """Kept free of the context length for what a chat template adds."""
 
@@ -113,6 +118,7 @@ class Sweep:
         self._alone: list[Alone] = []
         self._together: list[Together] = []
         self._stalls: list[Stall] = []
+        self._tokens_per_word = 1.0
         self._kv_tokens: int | None = None
         self._seats: int | None = None
         self._max_model_len: int | None = None
@@ -182,8 +188,7 @@ class Sweep:
             times: list[Alone] = []
             for _ in range(3 if tokens <= LONG_TOKENS else 2):
                 one = await self._one(tokens, 1)
-                assert one.ttft_s is not None
-                times.append(Alone(one.prompt_tokens, one.ttft_s))
+                times.append(Alone(one.prompt_tokens, _first_s(one)))
             self._alone.append(
                 Alone(round(median(one.prompt_tokens for one in times)), median(one.seconds for one in times))
             )
@@ -208,18 +213,28 @@ class Sweep:
                 f"batch of {batch} with prompts of {prompt_tokens:,}",
                 from_share + (to_share - from_share) * at / len(batches),
             )
-            if not await self._batch(batch, prompt_tokens):
-                return
+            found = await self._batch(batch, prompt_tokens)
+            if found is None and batch > 1:
+                return  # they did not decode together: more makes no sense
+            if found is not None and not _even(found) and self._spent < to_share:
+                again = await self._batch(batch, prompt_tokens) or found
+                found = min((one for one in (found, again) if one), key=_spread, default=[])
+            self._together.extend(found or ())
 
-    async def _batch(self, batch: int, prompt_tokens: int) -> bool:
-        """Measure one batch; False when it did not decode together: more makes no sense then."""
+    async def _batch(self, batch: int, prompt_tokens: int) -> list[Together] | None:
+        """Measure one batch; None when it did not decode together."""
         before = await self._engine.sample()
         meter = EnergyMeter()
         answer_tokens = ANSWER_TOKENS + batch // 2  # they begin one after another
         exchanges = [self._send(prompt_tokens, answer_tokens) for _ in range(batch)]
+        running, held_back = 0.0, None
         while any(one.first_s is None and not one.failure for one in exchanges) and self._client.under_way:
             await asyncio.sleep(SETTLE_LOOK_S)
             self._bearable(exchanges)
+            sample = await self._engine.sample()
+            running = max(running, sample.value(Signal.RUNNING) or 0.0)
+            waiting = sample.value(Signal.WAITING)
+            held_back = held_back if waiting is None else bool(held_back) or waiting > 0
         await self._watch_power(meter, exchanges)
         await self._client.idle.wait()
         self._whole(exchanges)
@@ -232,11 +247,9 @@ class Sweep:
         end_s = min(one.marks[-1][0] for one in exchanges if one.marks)
         power_w = meter.total.busy_j / meter.total.busy_s if meter.total.busy_s else None
         together = _together(exchanges, begin_s, end_s, power_w)
-        if not together and batch > 1:
-            self._seats = self._seats or _most_at_once(exchanges)
-            return False
-        self._together.extend(together)
-        return True
+        if together is None and batch > 1 and held_back is not False:
+            self._seats = self._seats or _whole(running) or _most_at_once(exchanges)
+        return together
 
     async def _watch_power(self, meter: EnergyMeter, exchanges: Sequence[Exchange]) -> None:
         """Read the GPUs while a batch decodes, all the way."""
@@ -261,8 +274,6 @@ class Sweep:
         await self._shows(stream, stream.tokens + 4)
         marks = list(stream.marks or ())
         stream.give_up("cut")
-        if prompt.first_s is None:
-            return
         gaps = [(later[0] - earlier[0], later[0]) for earlier, later in pairwise(marks)]
         usual_s = median(gap for gap, _ in gaps)
         longest_s = max((gap for gap, at_s in gaps if at_s >= prompt.sent_s), default=usual_s)
@@ -284,8 +295,7 @@ class Sweep:
         for number in range(12):
             await asyncio.sleep(step_s * (1 + (number * 0.381966) % 1))
             one = await self._one(shortest.prompt_tokens, 1)
-            assert one.ttft_s is not None
-            waits.append((one.ttft_s - shortest.seconds) / step_s)
+            waits.append((_first_s(one) - shortest.seconds) / step_s)
         stream.give_up("cut")
         self._lookahead = sum(waits) / len(waits) > 1.0
         await self._settled()
@@ -293,7 +303,9 @@ class Sweep:
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _send(self, prompt_tokens: int, output_tokens: int) -> Exchange:
-        return self._client.send(Request(0.0, prompt_tokens, output_tokens), self._clock(), marked=True)
+        """Ask for a prompt of so many of the engine's tokens, as far as its tokenizer is known by now."""
+        words = max(1, round(prompt_tokens / self._tokens_per_word))
+        return self._client.send(Request(0.0, words, output_tokens), self._clock(), marked=True)
 
     async def _one(self, prompt_tokens: int, output_tokens: int) -> Exchange:
         exchange = self._send(prompt_tokens, output_tokens)
@@ -301,6 +313,8 @@ class Sweep:
             await asyncio.sleep(0.002)
             self._bearable([exchange])
         self._whole([exchange])
+        if exchange.request.prompt_tokens >= LEARN_WORDS:
+            self._tokens_per_word = exchange.prompt_tokens / exchange.request.prompt_tokens
         return exchange
 
     async def _shows(self, stream: Exchange, tokens: int) -> None:
@@ -356,13 +370,39 @@ class Sweep:
         return f"<Sweep {len(self._alone)} prompts, {len(self._together)} stretches>"
 
 
-def _together(exchanges: Sequence[Exchange], begin_s: float, end_s: float, power_w: float | None) -> list[Together]:
-    """The mean steps of the time in which all decoded, in stretches; [] when there was none to speak of."""
+def _first_s(one: Exchange) -> float:
+    """To the first token of an answer of one token; to its end where that token shows no text (half a character)."""
+    return one.total_s if one.ttft_s is None else one.ttft_s
+
+
+def _spread(found: Sequence[Together]) -> float:
+    """How uneven the stretches are: the longest step over the shortest."""
+    times_s = [one.seconds for one in found]
+    return max(times_s) / min(times_s)
+
+
+def _even(found: Sequence[Together]) -> bool:
+    return bool(found) and _spread(found) <= UNEVEN
+
+
+def _bunched(marks: Sequence[tuple[float, int]]) -> bool:
+    """True for tokens that came in few reads: somebody on the way had no time, and when they were made is not known."""
+    apart = sum(later[0] - earlier[0] >= BUNCH_S for earlier, later in pairwise(marks))
+    return apart < len(marks) / 4
+
+
+def _together(
+    exchanges: Sequence[Exchange], begin_s: float, end_s: float, power_w: float | None
+) -> list[Together] | None:
+    """The mean steps of the time in which all decoded, in stretches, those left out in which tokens came in bunches.
+
+    None when there was no such time to speak of.
+    """
     found: list[Together] = []
     batch = len(exchanges)
     marks = [[mark for mark in one.marks or () if begin_s <= mark[0] <= end_s] for one in exchanges]
     if min(map(len, marks)) < 2 * STRETCHES:
-        return found
+        return None
     for number in range(STRETCHES):
         steps: list[float] = []
         context = 0.0
@@ -372,7 +412,8 @@ def _together(exchanges: Sequence[Exchange], begin_s: float, end_s: float, power
             per_mark = one.tokens / one.marks[-1][1] if one.marks else 1.0  # an event may hold several
             steps.append((last[0] - first[0]) / (per_mark * (last[1] - first[1])))
             context += one.prompt_tokens + per_mark * (first[1] + last[1] - 1) / 2
-        found.append(Together(batch, context, median(steps), power_w))
+        if not all(map(_bunched, marks)):
+            found.append(Together(batch, context, median(steps), power_w))
     return found
 
 
