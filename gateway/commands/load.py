@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ from backends.openai_compatible import OpenAICompatible
 from gateway.addresses import normalise_url
 from gateway.load.arrivals import Stretch, arrivals, bursts, staircase, steady
 from gateway.load.client import CHAT, PATHS, Client, Target
-from gateway.load.figures import Objectives, Record, figures
+from gateway.load.figures import Objectives, Record, figures, steps
 from gateway.load.lengths import Workload
-from gateway.load.report import ALL, Told, shown, table, write_report
+from gateway.load.report import ALL, Told, shown, step_table, table, write_report
 from gateway.load.run import ClosedLoop, answered, open_loop
 from gateway.load.traffic import NO_CLASS, at_once, first, made_up
 from gateway.replay.rows import write_rows
@@ -130,6 +130,7 @@ class Plan:
     for_s: float
     objectives: Mapping[str, Objectives]
     facts: Mapping[str, str]
+    stairs: Sequence[Stretch] = ()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -160,6 +161,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     tenants = [tenant for tenant in keys if tenant] or ["default"]
     for_s = args.for_s if args.for_s is not None else DEFAULT_FOR_S
     opened: Iterator[Request] | None = None
+    stretches: Sequence[Stretch] = ()
     if args.trace is not None:
         requests = _of_trace(args, next(iter(classes)))
         opened, for_s = iter(requests), requests[-1].arrival_s + 0.001
@@ -191,6 +193,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         for_s,
         _objectives(args),
         _facts(args),
+        stretches if "," in (args.rate or "") else (),
     )
 
 
@@ -334,7 +337,9 @@ def _told(plan: Plan, target: Target, records: _Records, duration_s: float) -> T
         {ALL: together} if len(of) <= 1 else {**{name or "no class": one for name, one in of.items()}, ALL: together}
     )
     facts = {"model": target.model, "lasted": f"{duration_s:.1f} s", **plan.facts}
-    return Told(f"Load on {target.url}", facts, by_class, [row for record in records.values() for row in record.rows])
+    rows = [row for record in records.values() for row in record.rows]
+    stairs = steps(records, [one.to_rps for one in plan.stairs], plan.stairs[0].duration_s) if plan.stairs else []
+    return Told(f"Load on {target.url}", facts, by_class, rows, stairs)
 
 
 class _Records(dict[str, Record]):
@@ -415,13 +420,14 @@ def _print(told: Told) -> None:
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     console.print(told.title, markup=False, highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in told.facts.items()), markup=False, highlight=False)
-    heads, lines = table(told)
-    drawn = Table()
-    for number, head in enumerate(heads):
-        drawn.add_column(head, justify="right" if number else "left")
-    for line in lines:
-        drawn.add_row(*line)
-    console.print(drawn)
+    for heads, lines in (step_table(told), table(told)):
+        drawn = Table()
+        for number, head in enumerate(heads):
+            drawn.add_column(head, justify="right" if number else "left")
+        for line in lines:
+            drawn.add_row(*line)
+        if lines:
+            console.print(drawn)
 
 
 def _warn(told: Told) -> None:

@@ -204,6 +204,50 @@ def figures(records: Sequence[Record], duration_s: float) -> Figures:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One rate of a staircase: what became of the requests that were due while it lasted."""
+
+    rate_rps: float
+    sent: int
+    completed: int
+    attainment: float | None
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    total_p99_s: float | None
+
+
+def steps(records: Mapping[str, Record], rates_rps: Sequence[float], step_s: float) -> list[Step]:
+    """The staircase, rate by rate."""
+    found: list[Step] = []
+    for number, rate_rps in enumerate(rates_rps):
+        due = [
+            (row, record.objectives)
+            for record in records.values()
+            for row in record.rows
+            if number * step_s <= row.arrival_s < (number + 1) * step_s
+        ]
+        whole = [row for row, _ in due if row.outcome == COMPLETED]
+        judged = [(row, of.ttft_s) for row, of in due if of.ttft_s is not None]
+        met = sum(row.outcome == COMPLETED and _within(row.ttft_s, sla_s) for row, sla_s in judged)
+        ttft, total = (
+            spread([row.ttft_s for row in whole if row.ttft_s is not None]),
+            spread([row.end_s - row.arrival_s for row in whole]),
+        )
+        found.append(
+            Step(
+                rate_rps,
+                len(due),
+                len(whole),
+                met / len(judged) if judged else None,
+                ttft.p50_s,
+                ttft.p99_s,
+                total.p99_s,
+            )
+        )
+    return found
+
+
 def spread(values: Sequence[float]) -> Spread:
     """Of exact values."""
     if not values:

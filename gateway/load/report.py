@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gateway.load.figures import Figures, Spread
+from gateway.load.figures import Figures, Spread, Step
 from gateway.replay.chart import Line, Panel, svg
 from gateway.replay.figures import quantile
 from gateway.replay.rows import Row, write_rows
@@ -18,17 +18,19 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One load: what it was, and its figures by class; ALL stands for all of them together."""
+    """One load: what it was, its figures by class (ALL stands for all of them together), and a staircase's steps."""
 
     title: str
     facts: Mapping[str, str]
     by_class: Mapping[str, Figures]
     rows: Sequence[Row]
+    steps: Sequence[Step] = ()
 
     def plain(self) -> dict[str, object]:
         """As JSON has it."""
         classes = {name: one.plain() for name, one in self.by_class.items()}
-        return {"title": self.title, **dict(self.facts), "classes": classes}
+        stairs = {"steps": [asdict(one) for one in self.steps]} if self.steps else {}
+        return {"title": self.title, **dict(self.facts), "classes": classes, **stairs}
 
 
 def write_report(folder: Path, told: Told) -> None:
@@ -71,18 +73,29 @@ def table(told: Told) -> tuple[list[str], list[list[str]]]:
     return ["", *names], lines
 
 
+def step_table(told: Told) -> tuple[list[str], list[list[str]]]:
+    """Column heads and lines: one rate of a staircase a line."""
+    heads = ["requests per second", "sent", "completed", "inside", "TTFT p50", "TTFT p99", "whole answer p99"]
+    lines = [
+        [
+            f"{one.rate_rps:g}",
+            f"{one.sent:,}",
+            f"{one.completed:,}",
+            "-" if one.attainment is None else f"{one.attainment:.2%}",
+            *map(shown, (one.ttft_p50_s, one.ttft_p99_s, one.total_p99_s)),
+        ]
+        for one in told.steps
+    ]
+    return heads, lines
+
+
 def markdown(told: Told) -> str:
     """The report as a page."""
-    heads, lines = table(told)
-    parts = [
-        f"# {told.title}",
-        "",
-        *(f"- {name}: {value}" for name, value in told.facts.items()),
-        "",
-        "| " + " | ".join(heads) + " |",
-        "|" + "---|" * len(heads),
-        *("| " + " | ".join(line) + " |" for line in lines),
-    ]
+    parts = [f"# {told.title}", "", *(f"- {name}: {value}" for name, value in told.facts.items())]
+    for heads, lines in (step_table(told), table(told)):
+        if lines:
+            parts += ["", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+            parts += ["| " + " | ".join(line) + " |" for line in lines]
     examples = told.by_class[ALL].examples if ALL in told.by_class else {}
     said = [f"- {kind}: {text}" for kind, text in examples.items() if text]
     if said:

@@ -11,6 +11,8 @@ from sys import executable
 import pytest
 
 from gateway.cli import main
+from gateway.commands.load import bar_text
+from gateway.load.figures import Objectives, Record
 from gateway.replay.rows import read_rows
 from gateway.replay.trace import read_trace
 
@@ -81,6 +83,33 @@ def test_a_trace_beside_clients_in_a_loop(engine_url: str, tmp_path: Path, capsy
     ]
     assert sum(row.class_name == "bulk" for row in found) >= 3
     assert "interactive" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_staircase_is_told_step_by_step(engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--rate", "10,40", "--step", "0.5", "--cv", "0", "--output-tokens", "5", "--ttft-sla", "5"]
+
+    code = main(["load", engine_url, "--report", str(tmp_path), *flags])
+
+    told = json.loads((tmp_path / "figures.json").read_text())
+    assert code == 0
+    assert [(one["rate_rps"], one["attainment"]) for one in told["steps"]] == [(10, 1.0), (40, 1.0)]
+    assert [one["sent"] for one in told["steps"]] == [5, 20]
+    assert "requests per second" in capsys.readouterr().out
+    assert "| 40 | 20 | 20 | 100.00% |" in (tmp_path / "report.md").read_text()
+
+
+def test_the_bar_tells_what_is_under_way_done_and_failed() -> None:
+    now_s = 10.0
+    record = Record(lambda: now_s, Objectives())
+    now_s = 12.0
+    for _ in range(3):
+        record.start()
+    record.first_token(0.25)
+    record.tokens(30, None)
+    record.score.completed, record.score.failed = 1, 1
+
+    assert bar_text(1, {"chat": record}) == "1 under way, 1 done, 1 not, TTFT p99 250.0 ms, 15 tokens/s"
 
 
 def test_nobody_there_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
