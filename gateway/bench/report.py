@@ -11,6 +11,7 @@ from gateway.bench.bounds import bar
 from gateway.replay.chart import Bars, svg
 
 PAGE = "scheduling.md"
+PERTURBED_PAGE = "perturbations.md"
 COLUMNS = (
     ("attainment", "attainment", "{:.4f}"),
     ("goodput_rps", "goodput /s", "{:.2f}"),
@@ -32,6 +33,11 @@ that it serves. `static_*` are windows that an operator would have to guess; the
 The clairvoyant knows lengths, arrivals and engines. The fluid bound knows no queues, and can be passed by whoever
 leaves long items lying or lets interactive work wait.
 """
+PERTURBED = """# What the scheduler makes of a world that is not as it was told
+
+Each cell with one thing wrong that nobody tells the policy (docs/replay.md says what), beside the clairvoyant, which knows.
+Commit `{commit}`, made in {seconds:,.0f} s by `{made_by}`. The bar: at most one point of attainment below the clairvoyant.
+"""
 Row = Mapping[str, Any]
 
 
@@ -43,6 +49,41 @@ def write_report(folder: Path, document: Mapping[str, Any], *, made_by: str) -> 
     page = folder / PAGE
     page.write_text(_page(document, made_by), encoding="utf-8")
     return page
+
+
+def write_perturbed(folder: Path, document: Mapping[str, Any], *, made_by: str) -> Path:
+    """The page of perturbed cells; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / PERTURBED_PAGE
+    head = PERTURBED.format(commit=document["commit"], seconds=document["seconds"], made_by=made_by)
+    page.write_text(f"{head}\n{_markdown(perturbed_of(document))}", encoding="utf-8")
+    return page
+
+
+def perturbed_of(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Ours beside the clairvoyant, a line for each perturbed cell."""
+    lines: list[tuple[str, ...]] = [
+        ("cell", "perturbation", "attainment", "clairvoyant", "points", "bulk tok/s", "÷ clairvoyant")
+    ]
+    for title, table in document["cells"].items():
+        cell, _, perturb = title.partition("+")
+        ours, knowing = table.get(OURS), document["bounds"][title]["clairvoyant"]
+        if ours is None or knowing is None:
+            lines.append((cell, perturb, *["-"] * 5))
+            continue
+        met, bulk = ours["attainment"], ours["bulk_tokens_per_s"]
+        lines.append(
+            (
+                cell,
+                perturb,
+                f"{met:.4f}",
+                f"{knowing['attainment']:.4f}",
+                f"{100 * (met - knowing['attainment']):+.1f}",
+                f"{bulk:,.0f}",
+                f"{bulk / knowing['bulk_tokens_per_s']:.2f}" if knowing["bulk_tokens_per_s"] else "-",
+            )
+        )
+    return lines
 
 
 def table_of(cell: str, document: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
@@ -49,7 +49,7 @@ def tasks_of(cells: Iterable[Cell], *, data: Path, out: Path, quick: bool, pertu
         for name in names
         for cell in cells
         for seed in cell.seeds[: 1 if quick else None]
-        if perturb not in POOL_ONLY or len(cell.profiles) > 1
+        if _applies(perturb, cell)
     ]
 
 
@@ -118,31 +118,44 @@ def run_all(
     return {task: found[task] for task in tasks if task in found}, failed
 
 
-def missing(cells: Iterable[Cell], document: Mapping[str, Any], *, perturbed: bool) -> list[str]:
+def missing(cells: Iterable[Cell], document: Mapping[str, Any], *, perturbs: Collection[str] = ()) -> list[str]:
     """What a whole result has and this one has not, as CELL.POLICY or CELL.BOUND."""
-    names = [OURS] if perturbed else [name for name in contenders() if not name.startswith(SWEPT)]
+    names = [OURS] if perturbs else [name for name in contenders() if not name.startswith(SWEPT)]
+    needed = (CLAIRVOYANT,) if perturbs else BOUNDS_NEEDED
     lacking = []
     for cell in cells:
-        table, bounds = document["cells"].get(cell.name, {}), document["bounds"].get(cell.name, {})
-        lacking += [f"{cell.name}.{name}" for name in names if name not in table]
-        lacking += [f"{cell.name}.{name}" for name in BOUNDS_NEEDED if bounds.get(name) is None]
+        for title in [_title(cell, one) for one in perturbs if _applies(one, cell)] if perturbs else [cell.name]:
+            table, bounds = document["cells"].get(title, {}), document["bounds"].get(title, {})
+            lacking += [f"{title}.{name}" for name in names if name not in table]
+            lacking += [f"{title}.{name}" for name in needed if bounds.get(name) is None]
     return lacking
 
 
+def _title(cell: Cell, perturb: str) -> str:
+    """As in the names of rows."""
+    return f"{cell.name}+{perturb}" if perturb else cell.name
+
+
+def _applies(perturb: str, cell: Cell) -> bool:
+    return perturb not in POOL_ONLY or len(cell.profiles) > 1
+
+
 def summarise(cells: Sequence[Cell], found: Mapping[Task, Averages], *, out: Path, seconds: float) -> dict[str, Any]:
-    """The document that `--json` prints."""
+    """The document that `--json` prints. A perturbed cell stands there as CELL+PERTURBATION."""
     table: dict[str, dict[str, Averages]] = {}
     bounds: dict[str, dict[str, Any]] = {}
-    for cell in cells:
+    perturbs = sorted({task.perturb for task in found}) or [""]
+    for cell, perturb in ((cell, perturb) for cell in cells for perturb in perturbs if _applies(perturb, cell)):
         by_name: dict[str, list[Averages]] = {}
         seeds = set()
         for task, one in found.items():
-            if task.cell == cell.name:
+            if (task.cell, task.perturb) == (cell.name, perturb):
                 by_name.setdefault(task.contender, []).append(one)
                 seeds.add(task.seed)
         means = {name: _mean(runs) for name, runs in by_name.items()}
-        table[cell.name] = {name: one for name, one in means.items() if name not in BOUNDS}
-        bounds[cell.name] = _bounds(cell, means, sorted(seeds))
+        title = _title(cell, perturb)
+        table[title] = {name: one for name, one in means.items() if name not in BOUNDS}
+        bounds[title] = _bounds(cell, means, sorted(seeds), perturbed=bool(perturb))
     return {
         "cells": table,
         "bounds": bounds,
@@ -152,7 +165,17 @@ def summarise(cells: Sequence[Cell], found: Mapping[Task, Averages], *, out: Pat
     }
 
 
-def _bounds(cell: Cell, means: Mapping[str, Averages], seeds: Sequence[int]) -> dict[str, Any]:
+def _bounds(cell: Cell, means: Mapping[str, Averages], seeds: Sequence[int], *, perturbed: bool) -> dict[str, Any]:
+    """perturbed: ceiling and fluid bound are of the world as it is defined, and are left out."""
+    if perturbed:
+        return {
+            "clairvoyant": means.get(CLAIRVOYANT),
+            "clairvoyant_behind": False,
+            "fluid_bulk_tokens_per_s": None,
+            "best_static": None,
+            "attainment_ceiling": None,
+            "alone": None,
+        }
     works = [cell.workload(seed) for seed in seeds or cell.seeds[:1]]
     reachable = sum(_ceiling(cell, work) for work in works) / len(works)
     fluid = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +21,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from gateway.bench.cells import Cell, shipped_data
-from gateway.bench.perturbations import PERTURBATIONS, POOL_ONLY
-from gateway.bench.report import bounds_of, table_of, write_report
+from gateway.bench.perturbations import PERTURBATIONS
+from gateway.bench.report import bounds_of, perturbed_of, table_of, write_perturbed, write_report
 from gateway.bench.runs import Task
 from gateway.bench.scheduling import chosen, missing, run_all, searched, summarise, tasks_of, timed
 from gateway.settings_file import SettingsError
 
 OUT = Path("bench-scheduling")
+ALL = "all"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--cell", action="append", default=[], metavar="NAME", help="only this cell; repeatable")
     parser.add_argument("--quick", action="store_true", help="one seed, quick cells, static windows searched")
     parser.add_argument(
-        "--perturb", default="", choices=sorted(PERTURBATIONS), help="with something wrong in the world"
+        "--perturb", default="", choices=[ALL, *sorted(PERTURBATIONS)], help="with something wrong in the world"
     )
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"rows and figures of each run ({OUT})")
     parser.add_argument("--data", type=Path, default=None, metavar="DIR", help="cells.json and traces (those shipped)")
@@ -57,12 +58,17 @@ def run(args: argparse.Namespace) -> int:
     document = _measured(args, cells, data)
     made_by = " ".join(["headrace bench scheduling", *_flags(args)])
     if args.report is not None:
-        write_report(args.report, document, made_by=made_by)
+        write = write_perturbed if args.perturb else write_report
+        write(args.report, document, made_by=made_by)
     if args.json:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    elif args.perturb:
+        _table("perturbations", perturbed_of(document), [])
     else:
-        _tables(document)
-    lacking = missing(cells, document, perturbed=bool(args.perturb)) if args.perturb not in POOL_ONLY else []
+        for cell in document["cells"]:
+            _table(cell, table_of(cell, document), bounds_of(cell, document))
+        sys.stdout.write(f"{document['seconds']:,.0f} s; rows of every request in {document['rows']}\n")
+    lacking = missing(cells, document, perturbs=_perturbs(args))
     if lacking:
         sys.stderr.write(f"bench: missing: {', '.join(lacking)}\n")
     return 1 if lacking else 0
@@ -70,7 +76,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace, cells: list[Cell], data: Path) -> dict[str, Any]:
     """Make the runs; the document of their figures."""
-    tasks = tasks_of(cells, data=data, out=args.out, quick=args.quick, perturb=args.perturb)
+    tasks = [
+        task
+        for perturb in _perturbs(args) or [""]
+        for task in tasks_of(cells, data=data, out=args.out, quick=args.quick, perturb=perturb)
+    ]
     seconds = timed()
     found: dict[Task, Mapping[str, float | None]] = {}
     failed: dict[Task, str] = {}
@@ -83,6 +93,10 @@ def _measured(args: argparse.Namespace, cells: list[Cell], data: Path) -> dict[s
     for task, why in failed.items():
         sys.stderr.write(f"bench: {task.stem} failed: {why}\n")
     return summarise(cells, found, out=args.out, seconds=seconds())
+
+
+def _perturbs(args: argparse.Namespace) -> list[str]:
+    return list(PERTURBATIONS) if args.perturb == ALL else [args.perturb] if args.perturb else []
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
@@ -115,16 +129,11 @@ def _progress() -> AbstractContextManager[Progress | None]:
     return Progress(*columns, console=console, transient=True)
 
 
-def _tables(document: dict[str, Any]) -> None:
-    console = Console(width=180)
-    for cell in document["cells"]:
-        header, *rows = table_of(cell, document)
-        table = Table(
-            title=cell, title_justify="left", caption="\n".join(bounds_of(cell, document)), caption_justify="left"
-        )
-        for number, title in enumerate(header):
-            table.add_column(title, justify="right" if number else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    console.print(f"{document['seconds']:,.0f} s; rows of every request in {document['rows']}")
+def _table(title: str, rows: Sequence[tuple[str, ...]], notes: Sequence[str]) -> None:
+    header, *lines = rows
+    table = Table(title=title, title_justify="left", caption="\n".join(notes), caption_justify="left")
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left")
+    for line in lines:
+        table.add_row(*line)
+    Console(width=180).print(table)

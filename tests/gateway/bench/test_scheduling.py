@@ -25,7 +25,7 @@ from gateway.bench.bounds import bar, ceiling, fluid_tokens_per_s, given_up
 from gateway.bench.cells import BULK, INTERACTIVE, Cell, load_cells, shipped_data
 from gateway.bench.foresight import foresee
 from gateway.bench.perturbations import PERTURBATIONS, Perturbed
-from gateway.bench.report import write_report
+from gateway.bench.report import write_perturbed, write_report
 from gateway.bench.runs import ALONE, CLAIRVOYANT, Task, perform, plan_of, play
 from gateway.bench.scheduling import best_static, missing, run_all, searched, summarise, tasks_of
 from gateway.cli import main
@@ -505,8 +505,32 @@ def test_what_is_not_there_is_missing() -> None:
     del without["cells"][cell.name]["gradient"]
     without["bounds"][cell.name]["clairvoyant"] = None
 
-    assert missing([cell], whole, perturbed=False) == []
-    assert missing([cell], without, perturbed=False) == ["kv-tight.gradient", "kv-tight.clairvoyant"]
+    assert missing([cell], whole) == []
+    assert missing([cell], without) == ["kv-tight.gradient", "kv-tight.clairvoyant"]
+
+
+def test_a_perturbed_cell_is_told_beside_the_clairvoyant_under_the_same(tmp_path: Path) -> None:
+    cell, pool = small(), small("pool")
+    figures = {"attainment": 0.98, "bulk_tokens_per_s": 90.0}
+    found: dict[Task, Mapping[str, float | None]] = {
+        Task(one.name, name, 1, DATA, tmp_path, "no_polls"): {
+            **figures,
+            **({"attainment": 1.0} if name == CLAIRVOYANT else {}),
+        }
+        for one in (cell, pool)
+        for name in (CLAIRVOYANT, "token_ledger")
+    }
+
+    document = summarise([cell, pool], found, out=tmp_path, seconds=1.0)
+    page = write_perturbed(tmp_path, document, made_by="headrace bench scheduling --perturb no_polls").read_text()
+
+    assert list(document["cells"]) == ["kv-tight+no_polls", "pool+no_polls"]
+    assert "| kv-tight | no_polls | 0.9800 | 1.0000 | -2.0 | 90 | 1.00 |" in page
+    assert missing([cell, pool], document, perturbs=["no_polls"]) == []
+    assert missing([cell, pool], document, perturbs=["no_polls", "engine_killed"]) == [
+        "pool+engine_killed.token_ledger",
+        "pool+engine_killed.clairvoyant",
+    ]
 
 
 @pytest.mark.parametrize(
