@@ -28,7 +28,12 @@ _METRICS = (
     'vllm:kv_cache_usage_perc{engine="0",model_name="MODEL"} 0.05\n'
     'vllm:generation_tokens_total{engine="0",model_name="MODEL"} 100.0\n'
 )
-_PROBES = frozenset({"/health", "/ping", "/version", "/v1/models", "/metrics", "/info", "/props", "/slots", "/load"})
+_PROBES = frozenset(
+    {
+        *("/health", "/health/ready", "/ping", "/version", "/v1/models", "/metrics", "/info", "/props", "/slots"),
+        *("/is_paused", "/load", "/server_info", "/get_server_info"),
+    }
+)
 
 
 @dataclass(slots=True)
