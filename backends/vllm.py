@@ -36,6 +36,7 @@ _WAITING = "vllm:num_requests_waiting"
 _SWAPPED = "vllm:num_requests_swapped"
 _STARTED = "process_start_time_seconds"
 _SLEEP = "vllm:engine_sleep_state"
+INFO_S = 1.0
 METRICS = (*_FRACTIONS, _CACHE, _WAITING, _SWAPPED, _STARTED, _SLEEP, *(name for _, names in _SUMS for name in names))
 
 
@@ -90,7 +91,10 @@ class Vllm(OpenAICompatible):
         if load or Signal.SERVER_LOAD in self._told:
             self._told[Signal.SERVER_LOAD] = measured(load or 0, "/load")
         if self._scheduler is None:
-            self._scheduler = _scheduler(await self._ask_object("/server_info?config_format=json"))
+            # The first answer may take long, since all of the machine is looked at for it: then it is asked for again.
+            info = await self._ask_object("/server_info?config_format=json", INFO_S)
+            self._scheduler = _scheduler(info) or None
+        if self._scheduler is not None:
             self._found_priority(Priority.LOWER_FIRST if self._scheduler.get("policy") == "priority" else None)
             if seats := count(self._scheduler.get("max_num_seqs")):
                 self._told[Signal.SEATS] = measured(seats, "/server_info max_num_seqs")

@@ -37,9 +37,11 @@ from gateway.control.catalogue import Catalogue
 from gateway.control.energy import EnergyBook, tell_costs
 from gateway.control.gpu_watch import GpuWatch, gpu_source_kind
 from gateway.control.health import HealthWatch
+from gateway.control.needs import Finding, as_plain, rows
 from gateway.control.policy_store import PolicyStore
 from gateway.control.poller import Poller
 from gateway.control.roster import Engine, Roster
+from gateway.control.self_check import SelfCheck
 from gateway.control.standing import Why
 from gateway.dispatch.ledger import Ledger
 from gateway.dispatch.member import Member
@@ -56,6 +58,7 @@ from gateway.instruments import (
     CLOCK_ERROR,
     CONNECTIONS,
     ENGINE_FALLS,
+    ENGINE_FINDING,
     ENGINE_OUT,
     EVENTS_DROPPED,
     LEADER,
@@ -243,6 +246,7 @@ class Gateway:
             vitals=self.dispatcher.vitals,
             on_change=self._engine_changed,
         )
+        self.self_check = SelfCheck(self.roster, alive_s=self.health.alive_s, log=self._log)
         self.nvml = NvmlThread(self._clock.now_s)
         stack.callback(self.nvml.close)
         self.gpu_watch = GpuWatch(
@@ -425,7 +429,9 @@ class Gateway:
         while True:
             await asyncio.sleep(JUDGE_S)
             if self.presence.leads:
-                self.health.judge(pool_s=self._clock.pool_s(), now_s=self._clock.now_s())
+                pool_s, now_s = self._clock.pool_s(), self._clock.now_s()
+                self.health.judge(pool_s=pool_s, now_s=now_s)
+                self.self_check.look(pool_s=pool_s, now_s=now_s)
 
     def _engine_changed(self, engine: Engine, why: Why | None, detail: str, kept: bool) -> None:
         """An engine left the rotation, returned, or had to stay for want of a better one."""
@@ -519,6 +525,8 @@ class Gateway:
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
             for why in Why:
                 telemetry.set(ENGINE_OUT, 1 if engine.standing.why is why else None, engine.name, why)
+            for finding in Finding:
+                telemetry.set(ENGINE_FINDING, 1 if finding in engine.findings else None, engine.name, finding)
             telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self.gpu_watch.idle_power_w(engine))
             telemetry.set(PROFILE_DRIFT, self._drift(engine.name), engine.name)
             learned = self.sizing.learned_step(engine.name)
@@ -595,6 +603,8 @@ class Gateway:
             "state": view.state,
             "detail": engine.detail,
             "out_of_rotation": engine.standing.why,
+            "priority": "" if engine.backend is None else engine.backend.capabilities.priority,
+            **as_plain(rows(engine, view), engine.findings),
             "withheld": sorted(engine.withheld),
             "version": engine.version,
             "models": sorted(engine.models),

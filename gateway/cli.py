@@ -23,6 +23,7 @@ from policies.yaml_source import DocumentError
 
 COMMANDS = (
     "serve",
+    "check",
     "demo",
     "policy",
     "simulate",

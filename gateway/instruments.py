@@ -270,6 +270,9 @@ ENGINE_OUT = _engines.gauge(
 ENGINE_FALLS = _engines.counter(
     "headrace_engine_falls_total", "", "Times that an engine left the rotation, by reason.", "engine", "reason"
 )
+ENGINE_FINDING = _engines.gauge(
+    "headrace_engine_finding", "", "1 for what is wrong with what an engine tells of itself.", "engine", "finding"
+)
 ENGINE_KV = _engines.gauge(
     "headrace_engine_kv_used_ratio", "ratio", "KV cache in use, 0 to 1, as the engine says; absent: unknown.", "engine"
 )

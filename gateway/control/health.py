@@ -146,6 +146,10 @@ class HealthWatch:
         for engine in self._engines:
             self._tell(engine)
 
+    def alive_s(self, engine: Engine) -> float:
+        """Pool time at which something of an answer last came from it, in any process; -inf for never."""
+        return self._records[engine.name].alive_s
+
     # -- suspicion -------------------------------------------------------------------------------------------------
 
     def _suspect(self, engine: Engine, record: _Record, *, pool_s: float, now_s: float) -> tuple[Why, str] | None:

@@ -184,6 +184,8 @@ class Herald:
             if name in _SIGNALS
         }
         engine.sample, engine.asked_s = Sample(now_s - float(told["sample_age_s"] or 0.0), values), -math.inf
+        engine.frozen = {Signal(name): still_s for name, still_s in told.get("frozen", {}).items() if name in _SIGNALS}
+        engine.findings = told.get("findings", {})
         engine.gpu = gpu_from_plain(told.get("gpu"), now_s)
 
 
@@ -205,6 +207,8 @@ def _told(engine: Engine, now_s: float) -> dict[str, object]:
         "cards": [{"id": card.id, "raw": card.raw, "max_model_len": card.max_model_len} for card in engine.cards],
         "sample": {signal.value: [measured.value, measured.source] for signal, measured in sample.values.items()},
         "sample_age_s": now_s - sample.taken_s if sample.values else None,
+        "frozen": {signal.value: still_s for signal, still_s in engine.frozen.items()},
+        "findings": dict(engine.findings),
         "gpu": gpu_to_plain(engine.gpu, now_s),
     }
 

@@ -41,6 +41,7 @@ class Engine:
     gone       nothing listens at its address: what waits there waits in vain
     withheld   of its models, those that it gets no work for because others in rotation have them
     pulse      what this process's own calls to it say
+    frozen     signals that stand still though they should not, and for how long; findings: what is wrong with what it says
     asked_s   monotonic time before the sample was asked for; -inf for one that another process asked for
     """
 
@@ -60,6 +61,8 @@ class Engine:
     pulse: Pulse = field(default_factory=Pulse)
     sample: Sample = UNSEEN
     counted_s: float = -math.inf
+    frozen: Mapping[Signal, float] = field(default_factory=dict)
+    findings: Mapping[str, str] = field(default_factory=dict)
     asked_s: float = -math.inf
     gpu: GpuSample = GPU_UNSEEN
     failed_probes: int = 0
@@ -214,7 +217,11 @@ class Engine:
         )
 
     def _reading(self, signal: Signal, now_s: float) -> Reading:
-        return _read(self.sample.values.get(signal), now_s - self.sample.taken_s, self.poll_s)
+        reading = _read(self.sample.values.get(signal), now_s - self.sample.taken_s, self.poll_s)
+        still_s = self.frozen.get(signal)
+        if still_s is None or reading.value is None:
+            return reading
+        return Reading(reading.value, max(reading.age_s, still_s), Quality.FROZEN)
 
     def _gpu_reading(self, signal: Signal, now_s: float) -> Reading:
         """From the GPU's own telemetry, else from an engine that tells of its GPU itself."""
