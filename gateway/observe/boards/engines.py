@@ -234,6 +234,17 @@ BOARD = Board(
                     width=6,
                 ),
                 Panel(
+                    "Findings",
+                    "What is wrong with what an engine tells of itself, while it is.",
+                    (
+                        Query(
+                            none_is_zero(gauge(of.ENGINE_FINDING, "engine, finding", _ENGINE)), "{{engine}} {{finding}}"
+                        ),
+                    ),
+                    width=24,
+                    draw=Draw.STACK,
+                ),
+                Panel(
                     "Age of samples",
                     "Of the newest answer, and of the oldest signal. Past three polls a signal is stale.",
                     (
