@@ -6,7 +6,6 @@ code and cell that made them). A run whose files are there under the same finger
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import sys
@@ -82,7 +81,6 @@ def cell_of(task: Task) -> Cell:
 
 def perform(task: Task) -> dict[str, float | None]:
     """Make a run and leave its files. For a process of a pool: everything is found again by name."""
-    gc.freeze()  # traces and code stay: the collector need not look at them again and again
     played, found = play(cell_of(task), task.contender, task.seed, task.perturb)
     task.out.mkdir(parents=True, exist_ok=True)
     write_rows(task.out / f"{task.stem}.csv", played.rows)

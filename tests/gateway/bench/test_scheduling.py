@@ -296,7 +296,7 @@ def test_the_clairvoyant_serves_more_than_any_static_window_that_keeps_the_objec
 
 @pytest.mark.slow
 def test_the_clairvoyant_is_a_bound_where_arithmetic_and_not_memory_is_scarce() -> None:
-    cell = small("busy", seconds=60)
+    cell = small("busy", seconds=40)
     _, knowing = play(cell, CLAIRVOYANT, 1)
     _, static = play(cell, "static_bulk_32", 1)
 
