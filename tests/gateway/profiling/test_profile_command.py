@@ -49,16 +49,18 @@ def test_a_small_sweep_of_a_simulated_engine_is_told_and_written(
 
 
 @pytest.mark.many
+@pytest.mark.timeout(300)
 def test_a_real_llamacpp_is_profiled_as_far_as_the_time_allows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with engine("gateway.demo.llamacpp", "smollm2") as url:
-        main(["profile", url, "--out", str(tmp_path), "--json", "--for", "30", *SMALL])
+        main(["profile", url, "--out", str(tmp_path), "--json", "--for", "200", *SMALL, "--max-prompt-tokens", "100"])
 
     found = json.loads(capsys.readouterr().out)
     assert found["source"].startswith("headrace profile of llamacpp")
     assert found["engine"]["kv_tokens"] == 8192
     assert found["engine"]["max_num_seqs"] == 4
+    assert len(found["measured"]["prompt_tokens, seconds"]) == 3
     assert found["step_ms"]["a"] > 0
 
 
