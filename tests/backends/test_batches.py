@@ -180,9 +180,11 @@ def streamed(number: int, tokens: list[list[str]], style: str, *, usage: bool) -
         for at, text in enumerate(own):
             finish = "stop" if at == len(own) - 1 else None
             choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+            if style == "vllm-logprobs":
+                choice["logprobs"] = {"tokens": [text], "top_logprobs": [{"index": -1.5, "id": at}]}
             if style == "llamacpp":
                 choice = {"text": text, "index": index, "logprobs": None, "finish_reason": finish}
-            event = {**common, "choices": [choice]} if style == "vllm" else {"choices": [choice], **common}
+            event = {**common, "choices": [choice]} if style != "llamacpp" else {"choices": [choice], **common}
             found.append(b"data: " + orjson.dumps(event) + b"\n\n")
     if usage:
         count = sum(map(len, tokens))
@@ -196,7 +198,7 @@ part_tokens = st.lists(st.lists(texts, min_size=1, max_size=4), min_size=1, max_
 
 @given(
     st.lists(part_tokens, min_size=1, max_size=4),
-    st.sampled_from(["vllm", "llamacpp"]),
+    st.sampled_from(["vllm", "vllm-logprobs", "llamacpp"]),
     st.booleans(),
     st.integers(1, 200),
     st.randoms(use_true_random=False),

@@ -12,7 +12,7 @@ from openai import APIStatusError, AsyncOpenAI, RateLimitError
 from gateway.ingress.auth import digest
 from tests.end_to_end.conftest import SHORT_TIMEOUTS, StartGateway, engines_yaml
 from tests.end_to_end.engine_process import eventually
-from tests.end_to_end.scripted_engine import MODEL, Asked, ScriptedEngine, Wire, answer
+from tests.end_to_end.scripted_engine import MODEL, Asked, ScriptedEngine, Wire, answer, event
 
 pytestmark = pytest.mark.slow
 
@@ -27,23 +27,26 @@ sizing:
 """
 
 
-async def hang(_asked: Asked, wire: Wire) -> None:
-    await wire.gone.wait()
+async def endless(_asked: Asked, wire: Wire) -> None:
+    """An answer that goes on: an engine that shows nothing would be taken out of rotation."""
+    await wire.head()
+    while not wire.gone.is_set():
+        await wire.part(event({"id": "c", "choices": [{"index": 0, "text": "x", "finish_reason": None}]}))
+        await asyncio.sleep(0.02)
 
 
 async def test_capacity_and_429_say_what_fits_now(start_gateway: StartGateway, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(POLICY)
-    async with ScriptedEngine(play=hang) as engine:
+    async with ScriptedEngine() as engine:
         config = f"{engines_yaml(engine)}policy_file: {policy}\n{SHORT_TIMEOUTS}"
         async with start_gateway(config) as gateway, httpx.AsyncClient(trust_env=False) as http:
             client = AsyncOpenAI(base_url=f"{gateway.public_url}/v1", api_key="none", max_retries=0)
             capacity = f"{gateway.public_url}/v1/headrace/capacity"
+            await gateway.until_ready()
+            engine.play = endless
             empty = (await http.get(capacity)).json()
-            asking = [
-                asyncio.ensure_future(client.completions.create(model=MODEL, prompt="x", extra_headers=headers))
-                for headers in [{"X-Headrace-Class": "bulk"}] * 5
-            ]
+            asking = [asyncio.ensure_future(_read(client)) for _ in range(5)]
             await eventually(lambda: engine.active == 2)
             await eventually(lambda: _waiting(http, capacity, 3))
             full = (await http.get(f"{capacity}?prompt_tokens=64")).json()
@@ -67,6 +70,14 @@ async def test_capacity_and_429_say_what_fits_now(start_gateway: StartGateway, t
     assert full["classes"]["interactive"]["models"][MODEL]["starts_now"] == 2
     assert refused.value.response.headers["x-headrace-batch-fits"] == "0"
     assert "takes a request of up to 0 inputs now, 0 of them would start at once" in refused.value.message
+
+
+async def _read(client: AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model=MODEL, prompt="x", stream=True, extra_headers={"X-Headrace-Class": "bulk"}
+    )
+    async for _ in stream:
+        pass
 
 
 async def _waiting(http: httpx.AsyncClient, capacity: str, count: int) -> bool:
@@ -95,3 +106,16 @@ async def test_capacity_asks_for_a_key_where_one_is_needed_and_refuses_nonsense(
     assert (odd.status_code, odd.json()["error"]["param"]) == (400, "prompt_tokens")
     assert busy.value.status_code == 429
     assert busy.value.response.headers["x-headrace-batch-fits"] == "65536"
+
+
+async def test_workers_tell_what_the_deciding_process_published(start_gateway: StartGateway) -> None:
+    async with ScriptedEngine() as engine:
+        async with start_gateway(f"{engines_yaml(engine)}workers: 2\n{SHORT_TIMEOUTS}") as gateway:
+            async with httpx.AsyncClient(trust_env=False, base_url=gateway.public_url) as http:
+
+                async def told() -> bool:
+                    found = (await http.get("/v1/headrace/capacity")).json()
+                    model = found["classes"]["interactive"]["models"].get(MODEL, {"starts_now": None})
+                    return bool(found["age_s"] is not None and found["age_s"] < 10 and model["starts_now"] == 64)
+
+                await eventually(told, 20)
