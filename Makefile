@@ -40,6 +40,7 @@ test-many: .venv/.dev .venv/.clients
 
 test-load-tools: .venv/.dev .venv/.load-tools
 	$(BIN)/python -m pytest -q -m load_tools tests/end_to_end/test_load_tools.py $(ARGS)
+
 test-engines: .venv/.dev .venv/.vllm .venv/.weights
 	$(BIN)/python -m pytest -q -m engines tests/engines $(ARGS)
 
