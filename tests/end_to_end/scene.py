@@ -44,9 +44,15 @@ class Scene:
         return dying
 
     async def attained(self, harmed_s: float, *names: str) -> None:
-        """Watch interactive streams until enough were started more than BACK_S after the harm: all are in time."""
-        await asyncio.sleep(harmed_s + BACK_S + LOOKED_AT_S - time.monotonic())
-        self.late += self.streams.late(harmed_s + BACK_S, OBJECTIVE_S, *names)
+        """Watch interactive streams until enough were started more than BACK_S after the harm: all are in time again.
+
+        That is inside the objective, and the worst that was seen before the harm on top: a machine that is busy with other
+        things is late without any.
+        """
+        before = [told for told in self.streams.of("interactive") if told.first_s and told.started_s < harmed_s]
+        usual_s = max(told.ttft_s for told in before)
+        await asyncio.sleep(harmed_s + BACK_S + LOOKED_AT_S + usual_s - time.monotonic())
+        self.late += self.streams.late(harmed_s + BACK_S, OBJECTIVE_S + usual_s, *names)
 
 
 @asynccontextmanager
