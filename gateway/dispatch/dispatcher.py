@@ -191,6 +191,19 @@ class Dispatcher:
             return None  # a claim of ours is on its way still
         return self._start_on_credit(work, self._store.current)
 
+    def has_share(self, work: Work) -> bool:
+        """Whether we are cut off and may run works like this one, now or when others have ended."""
+        now_s = self._clock.now_s()
+        return (
+            self._on_share
+            and self._store.current.class_policy(work.class_name).has_ttft_objective
+            and any(
+                self._credit.share((view.name, work.class_name), now_s)
+                for view in self._roster.views(now_s)
+                if eligible(work, view)
+            )
+        )
+
     def accept(self, work: Work, grant: Grant) -> None:
         """An owner in this process takes a grant up, whoever gave it: count it here if it is not counted yet."""
         self._found(grant)

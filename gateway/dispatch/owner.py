@@ -267,10 +267,12 @@ class Owner:
             raise QueueUnavailable(f"work {work.id}: another session holds it; it will be swept, try again")
 
     async def _enqueued(self, work: Work, max_queue: Mapping[str, int]) -> tuple[Enqueued, bool]:
-        """Enqueue, with patience for a store that is being restarted or replaced.
+        """Enqueue, with patience for a store that is being restarted or replaced; without end for a work whose turn on
+        our share may come.
 
         Returns the answer, and whether it is that of the only call. Raises SessionLost, QueueUnavailable.
         """
+        assert self._dispatcher is not None
         give_up_s = self._clock.now_s() + STORE_PATIENCE_S
         sure = True
         while True:
@@ -280,7 +282,7 @@ class Owner:
                 raise
             except QueueUnavailable:
                 sure = False
-                if self._clock.now_s() >= give_up_s:
+                if self._clock.now_s() >= give_up_s and not self._dispatcher.has_share(work):
                     raise
                 await asyncio.sleep(STORE_RETRY_S)
 

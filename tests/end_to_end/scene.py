@@ -43,14 +43,18 @@ class Scene:
             os.kill(pid, signal.SIGKILL)
         return dying
 
+    def usual_s(self, harmed_s: float) -> float:
+        """The worst first token before the harm: what the machine makes of it all by itself."""
+        before = [told for told in self.streams.of("interactive") if told.first_s and told.started_s < harmed_s]
+        return max(told.ttft_s for told in before)
+
     async def attained(self, harmed_s: float, *names: str) -> None:
         """Watch interactive streams until enough were started more than BACK_S after the harm: all are in time again.
 
         That is inside the objective, and the worst that was seen before the harm on top: a machine that is busy with other
         things is late without any.
         """
-        before = [told for told in self.streams.of("interactive") if told.first_s and told.started_s < harmed_s]
-        usual_s = max(told.ttft_s for told in before)
+        usual_s = self.usual_s(harmed_s)
         await asyncio.sleep(harmed_s + BACK_S + LOOKED_AT_S + usual_s - time.monotonic())
         self.late += self.streams.late(harmed_s + BACK_S, OBJECTIVE_S + usual_s, *names)
 

@@ -130,7 +130,9 @@ class Traffic:
     async def flows(self, *names: str, streams: int = 3) -> None:
         """Wait until so many bulk streams more have ended on each of these gateways."""
         before = {name: self.ended("bulk", name) for name in names}
-        await eventually(lambda: all(self.ended("bulk", name) >= before[name] + streams for name in names))
+        await eventually(
+            lambda: all(self.ended("bulk", name) >= before[name] + streams for name in names), within_s=ANSWER_S
+        )
 
     def ended(self, class_name: str, name: str) -> int:
         return sum(told.whole for told in self.of(class_name, name))

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from gateway.clock import PoolClock
-from gateway.dispatch.owner import Owner
+from gateway.dispatch import owner as owner_module
+from gateway.dispatch.owner import STORE_PATIENCE_S, Owner
+from gateway.queue.base import QueueUnavailable
 from policies.vocabulary import Grant, Outcome, Work
 
 BOUNDS = {"chat": 100}
@@ -23,6 +25,7 @@ class Share:
     def __init__(self, places: int) -> None:
         self.places = places
         self.started: list[str] = []
+        self.shares = True
 
     def start_on_share(self, work: Work) -> Grant | None:
         if not self.places:
@@ -30,6 +33,9 @@ class Share:
         self.places -= 1
         self.started.append(work.id)
         return Grant(work.id, "e0", 1, work.attempt + 1, 5.0)
+
+    def has_share(self, _work: Work) -> bool:
+        return self.shares
 
     def finished(self, _work: Work, _grant: Grant, _outcome: Outcome | None) -> None:
         self.places += 1
@@ -123,3 +129,33 @@ async def test_a_client_that_leaves_as_its_work_starts_gives_the_place_back(plac
     assert len(share.started) == places
     assert share.places == places
     assert owner.waiting == 0
+
+
+class Failing:
+    """A store that takes no work, and time that passes with each call."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    async def enqueue(self, _work: Work, *, max_queue: object) -> object:
+        self.now_s += STORE_PATIENCE_S
+        raise QueueUnavailable("queue store did not answer in time")
+
+
+async def test_a_work_whose_turn_on_the_share_may_come_is_not_refused_for_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner_module, "STORE_RETRY_S", 0.0)
+    share, store = Share(0), Failing()
+    owner, _ = owner_with(share)
+    owner._batcher, owner._clock = store, PoolClock(lambda: store.now_s, offset_s=0.0)  # type: ignore[assignment]
+    task = asyncio.ensure_future(owner.wait(work("w1", 1.0), BOUNDS))
+    while store.now_s < 4 * STORE_PATIENCE_S:
+        await asyncio.sleep(0)
+    waits = not task.done()
+
+    share.shares = False
+
+    with pytest.raises(QueueUnavailable):
+        await task
+    assert waits
