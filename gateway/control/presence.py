@@ -231,7 +231,8 @@ class Presence:
             return
         if record.epoch != self.epoch:
             wait_s = LEADER_VALID_S if record.fresh_record else RETURN_S if lapsed else 0.0
-            self._decide_from_s = 0.0 if self.sole else sent_s + wait_s
+            # From the answer on: whoever led before may have renewed until the store lost its record, just before this.
+            self._decide_from_s = 0.0 if self.sole or not wait_s else self._clock.now_s() + wait_s
             self._swept_seq = 0
         self.epoch = record.epoch
         self._leader_until_s = sent_s + LEADER_VALID_S * _SAFETY

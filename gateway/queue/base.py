@@ -251,7 +251,8 @@ def check_size(snapshot: Snapshot) -> None:
 class Leadership:
     """Who decides for the pool. `epoch` only grows; a new one is max(stored + 1, now_ms).
 
-    fresh_record   the record was missing altogether (flushed, failed over): wait one full validity before deciding
+    fresh_record   the record was missing altogether (flushed, failed over), or was made so and its maker did not renew it
+                   for a validity more: wait one full validity before deciding
     """
 
     leader: str

@@ -216,9 +216,10 @@ class MemoryQueue:
 
     async def lead(self, candidate: str, *, now_ms: int, valid_for_ms: int) -> Leadership:
         record = self._record
-        if record.expires_ms is None:
-            record.fresh_until_ms = now_ms + valid_for_ms
         if record.expires_ms is None or now_ms >= record.expires_ms:
+            outlived = record.expires_ms == 0 or (record.expires_ms or 0) >= record.fresh_until_ms + valid_for_ms
+            if record.expires_ms is None or not outlived:
+                record.fresh_until_ms = now_ms + valid_for_ms
             record.leader = candidate
             record.epoch = max(record.epoch + 1, now_ms)
             record.expires_ms = now_ms + valid_for_ms

@@ -30,9 +30,21 @@ MUTANTS = (
     ScriptMutant("lead", "math.max(epoch + 1, now_ms)", "now_ms", "test_epochs_grow_with_time_and_never_repeat"),
     ScriptMutant(
         "lead",
-        "if not record[3] then fresh_until_ms = now_ms + valid_for_ms end",
-        "",
+        "if not record[3] or not outlived then",
+        "if not outlived then",
         "test_a_record_made_where_there_was_none_is_fresh_for_one_validity",
+    ),
+    ScriptMutant(
+        "lead",
+        " or not outlived then",
+        " then",
+        "test_a_record_that_a_late_call_made_after_a_loss_is_fresh_for_who_takes_over",
+    ),
+    ScriptMutant(
+        "lead",
+        "expires_ms == 0 or ",
+        "",
+        "test_who_resigned_on_a_fresh_record_is_followed_without_another_mark",
     ),
     ScriptMutant(
         "lead",

@@ -806,6 +806,8 @@ async def test_a_record_made_where_there_was_none_is_fresh_for_one_validity(queu
 
 async def test_taking_over_an_expired_record_is_not_fresh(queue: Queue) -> None:
     await queue.lead("a", now_ms=NOW, valid_for_ms=2_000)
+    await queue.lead("a", now_ms=NOW + 1_500, valid_for_ms=2_000)
+    await queue.lead("a", now_ms=NOW + 3_000, valid_for_ms=2_000)
 
     assert not (await queue.lead("b", now_ms=NOW + 9_000, valid_for_ms=2_000)).fresh_record
 

@@ -14,6 +14,7 @@ import structlog
 from fakeredis import FakeAsyncRedis, FakeServer
 
 from gateway.queue.keys import TABLE
+from gateway.queue.memory_queue import MemoryQueue
 from gateway.queue.redis_queue import RedisQueue
 from tests.contracts.test_queue import ME, NOW, OTHER, claim, enqueue, grant, register, work
 
@@ -72,3 +73,25 @@ async def test_a_grant_whose_work_was_lost_and_waits_again_is_not_read(queue: Re
     await enqueue(queue, work("a"))
 
     assert await queue.take_grants(ME, after_seq=0) == []
+
+
+async def test_a_record_that_a_late_call_made_after_a_loss_is_fresh_for_who_takes_over(queue: RedisQueue) -> None:
+    """The late call's validity was over when it came; whoever led before the loss may decide still."""
+    memory = MemoryQueue(lambda: NOW)
+    for one in (memory, queue):
+        await one.lead("late", now_ms=NOW - 2_500, valid_for_ms=2_000)
+
+        taken = await one.lead("b", now_ms=NOW, valid_for_ms=2_000)
+
+        assert (taken.leader, taken.fresh_record) == ("b", True)
+        assert (await one.lead("b", now_ms=NOW + 1_999, valid_for_ms=2_000)).fresh_record
+        assert not (await one.lead("b", now_ms=NOW + 2_000, valid_for_ms=2_000)).fresh_record
+
+
+async def test_who_resigned_on_a_fresh_record_is_followed_without_another_mark(queue: RedisQueue) -> None:
+    memory = MemoryQueue(lambda: NOW)
+    for one in (memory, queue):
+        record = await one.lead("a", now_ms=NOW, valid_for_ms=2_000)
+        await one.resign("a", epoch=record.epoch)
+
+        assert not (await one.lead("b", now_ms=NOW + 2_000, valid_for_ms=2_000)).fresh_record

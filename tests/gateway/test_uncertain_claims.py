@@ -73,7 +73,8 @@ async def test_an_attempt_that_runs_stays_in_the_ledger_when_the_leader_that_was
         on_heard=lambda _engine: None,
     )
     queue.meanwhile = member.owner._take_grants
-    await queue.lead("nobody", now_ms=1, valid_for_ms=1)
+    for now_ms in (1, 5_000):
+        await queue.lead("nobody", now_ms=now_ms, valid_for_ms=5_000)
     await member.presence.beat()
     assert member.presence.leads
     async with member.batcher, asyncio.TaskGroup() as group:

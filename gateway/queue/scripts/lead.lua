@@ -1,6 +1,7 @@
 -- Makes the candidate leader when nobody is, keeps it when it is, else tells who is.
 --
--- A record made where there was none stays marked for one validity, so that a repeat after a lost reply says so too.
+-- A record made where there was none stays marked for one validity, so that a repeat after a lost reply says so too. When
+-- its maker did not outlive the mark, it is as good as none: the call may have come late, and the mark was over at once.
 --
 -- KEYS     the pool's table
 -- ARGV     1 candidate, 2 now_ms, 3 valid_for_ms, 4 leader_keep_ms
@@ -18,8 +19,9 @@ local record = redis.call('HMGET', LEADER, 'leader', 'epoch', 'expires_ms', 'fre
 local leader, epoch, expires_ms = record[1], tonumber(record[2] or '0'), tonumber(record[3] or '0')
 local fresh_until_ms = tonumber(record[4] or '0')
 
-if not record[3] then fresh_until_ms = now_ms + valid_for_ms end
 if now_ms >= expires_ms then
+  local outlived = expires_ms == 0 or expires_ms >= fresh_until_ms + valid_for_ms
+  if not record[3] or not outlived then fresh_until_ms = now_ms + valid_for_ms end
   leader, epoch, expires_ms = candidate, math.max(epoch + 1, now_ms), now_ms + valid_for_ms
 elseif leader == candidate then
   expires_ms = math.max(expires_ms, now_ms + valid_for_ms)
