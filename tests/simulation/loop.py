@@ -51,6 +51,7 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
     rng            seeded; the world draws its own generators from it before the run starts
     network        the one network of this loop
     trace          hash of everything that happened
+    over           the run has failed: what is left is only tidied up, whatever it says
     after_event    called after each callback with the host that it ran on: the place for invariants; what it raises
                    ends the run
     """
@@ -64,6 +65,7 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
         self.network = Network(random.Random(f"network {seed}"), trace=self.trace)
         self.callbacks = 0
         self.after_event: Callable[[str], None] | None = None
+        self.over = False
         self._poller = Poller(self.network)
         self._held_back: dict[str, list[asyncio.Handle]] = {}
         self._callbacks_at_instant = 0
@@ -140,7 +142,7 @@ class SimLoop(VirtualTime, selector_events.BaseSelectorEventLoop):
             self.after_event = check
         if self.callbacks % COLLECT_EVERY_CALLBACKS == 0:
             gc.collect()
-        if self._unhandled:
+        if self._unhandled and not self.over:
             self.raise_unhandled()
 
     # -- signals ---------------------------------------------------------------------------------------------------------
@@ -234,6 +236,9 @@ def run(main: Callable[[SimLoop], Coroutine[Any, Any, Result]], *, seed: int, pe
         assert isinstance(loop, SimLoop)
         try:
             result = runner.run(main(loop))
+        except BaseException:
+            loop.over = True
+            raise
         finally:
             loop.network.thaw_all()  # what is stopped could not be cancelled
         gc.collect()

@@ -24,11 +24,12 @@ ONE_KIND = os.environ.get("HEADRACE_KIND")
 ASKED = os.environ.get("HEADRACE_SEEDS")
 KINDS = [Kind(ONE_KIND)] if ONE_KIND else list(Kind)
 IN_THE_SUITE = {Kind.SINGLE: 40, Kind.MANY: 30, Kind.STORM: 30}
-OPEN = {
-    # A claim whose second call fails after its owner took the grant is given back when its leader steps down.
-    (Kind.STORM, 12),
+SHOWED = {
+    "a claim in doubt was taken back while its work ran": (Kind.STORM, 12),
+    "a stopped gateway reads its policy late, and went by the old window": (Kind.SINGLE, 13),
+    "a late call made the leadership record anew after a flush": (Kind.STORM, 1),
 }
-"""Seeds of faults that are understood and not mended yet: the suite leaves them out, `make simulate` runs them."""
+"""Seeds that showed a fault once: they stay in the suite, whatever else it runs."""
 
 
 def seeds(kind: Kind) -> list[int]:
@@ -36,7 +37,7 @@ def seeds(kind: Kind) -> list[int]:
         return [int(ONE_SEED)]
     if ASKED:
         return list(range(int(ASKED)))
-    return [seed for seed in range(IN_THE_SUITE[kind]) if (kind, seed) not in OPEN]
+    return sorted({*range(IN_THE_SUITE[kind]), *(seed for one, seed in SHOWED.values() if one is kind)})
 
 
 @pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind in KINDS for seed in seeds(kind)])

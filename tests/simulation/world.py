@@ -151,9 +151,9 @@ class World:
         with _errors_logged(self.errors):
             for engine in self.engines.values():
                 await engine.start()
+            self.loop.after_event = self._look
             for host in self.gateways.values():
                 await host.start()
-            self.loop.after_event = self._look
             await self._until_ready()
             async with self._watching():
                 await self._safety()
@@ -172,9 +172,15 @@ class World:
 
     async def _until_ready(self) -> None:
         """Clients come once every gateway says that it is ready, as a load balancer has it."""
-        async with asyncio.timeout(READY_WITHIN_S):
-            while any(host.gateway.unready() for host in self.gateways.values()):
-                await asyncio.sleep(WATCH_EVERY_S)
+        try:
+            async with asyncio.timeout(READY_WITHIN_S):
+                while any(host.gateway.unready() for host in self.gateways.values()):
+                    await asyncio.sleep(WATCH_EVERY_S)
+        except TimeoutError:
+            raise InvariantBroken(
+                Invariant.RECOVERS,
+                f"not all gateways are ready after {READY_WITHIN_S} s: {list(self.gateways.values())}",
+            ) from None
 
     async def _safety(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -1,0 +1,61 @@
+"""Look for storms that catch each mutant: `python -m tests.simulation.find_seeds [name ...] [--upto 60] [--late] [--with KIND]`.
+
+Names are beginnings of mutants' names; without any, all that are `SOUGHT`. Prints for each the seeds that catch it with the seconds of processor time they
+took and what they saw; the cheapest goes into `mutants`. Seeds can be narrowed to what a mutant needs: calls that come
+late, kinds of fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterable
+
+from tests.simulation.faults import LATE, FaultKind, Kind, draw_plan
+from tests.simulation.mutants import MUTANTS, SOUGHT
+from tests.simulation.mutation import Mutant, breaks, caught
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--upto", type=int, default=60)
+    parser.add_argument("--want", type=int, default=1)
+    parser.add_argument("--late", action="store_true")
+    parser.add_argument("--with", dest="kinds", type=FaultKind, action="append", default=[])
+    arguments = parser.parse_args()
+    seeds = [
+        seed
+        for seed in range(arguments.first, arguments.upto)
+        if _fits(seed, late=arguments.late, kinds=arguments.kinds)
+    ]
+    names = tuple(arguments.names)
+    for mutant in (*MUTANTS, *SOUGHT):
+        if mutant.name.startswith(names) if names else mutant in SOUGHT:
+            _search(mutant, seeds, arguments.want)
+
+
+def _fits(seed: int, *, late: bool, kinds: Iterable[FaultKind]) -> bool:
+    plan = draw_plan(random.Random(f"world {seed}"), Kind.STORM)
+    return (plan.queue == LATE or not late) and set(kinds) <= {fault.kind for fault in plan.faults}
+
+
+def _search(mutant: Mutant, seeds: list[int], want: int) -> None:
+    found = 0
+    for seed in seeds:
+        begun_s = time.process_time()
+        error = caught(mutant, seed)
+        if error is not None:
+            found += 1
+            took_s = time.process_time() - begun_s
+            name = broken.name if (broken := breaks(error)) else type(error).__name__
+            print(f"{mutant}: seed {seed}, {name} ({took_s:.1f} s): {error!s:.200}", flush=True)
+            if found == want:
+                return
+    print(f"{mutant}: {found} of {len(seeds)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
