@@ -201,7 +201,8 @@ def test_the_balanced_preset_promises_half_a_second_and_bulk_nothing() -> None:
 
 def test_the_balanced_preset_writes_out_what_would_be_filled_in_anyway() -> None:
     written = presets.load("balanced")
-    filled = parse("version: 1\nclasses:\n  interactive: {ttft_sla_s: 0.5}\n  bulk: {}\n", "p.yaml")
+    classes = "classes:\n  interactive: {ttft_sla_s: 0.5}\n  bulk: {}\n"
+    filled = parse(f"version: 1\n{classes}sizing: {{policy: token_ledger}}\n", "p.yaml")
 
     assert written.classify == filled.classify
     assert written.sizing == filled.sizing
