@@ -2,11 +2,11 @@
 
 Start-time fair queueing: a work's tag is max(the class's virtual time, its tenant's finish), the smallest tag goes
 next, and the virtual time is the tag of the latest grant. A tenant that was idle therefore starts level with the
-others instead of spending what it saved up. The prompt is charged at the grant and the output, which costs about
-twice as much per token, when it is known: at the end. A tenant that is not ahead of the virtual time needs no entry;
+others instead of spending what it saved up. The prompt is charged at the grant; the output, which costs about twice as
+much per token, and the memory that the work held for as long as it ran, when they are known: at the end. A tenant that is not ahead of the virtual time needs no entry;
 TENANTS_KEPT bounds the rest.
 
-The full virtual token counter (charges while decoding, cached prompts free) can stand behind the same four methods.
+Cached prompts are not told apart: no engine says which request found how much.
 One writer: the pool's dispatcher. Plans read it and work on copies.
 """
 
@@ -19,6 +19,10 @@ from policies.vocabulary import Outcome, Work
 OUTPUT_COST = 2.0
 """Cost of one output token in prompt tokens (after VTC, OSDI 2024)."""
 
+MEMORY_COST = 0.02
+"""Cost of one token of KV memory held for a second. On an 8B model a card's memory and its time run out together at about
+0.07 (24 GB: 41,000 tokens held against 3,000 a second) and 0.02 (80 GB: 420,000 against 9,000)."""
+
 TENANTS_KEPT = 4096
 """(class, tenant) pairs remembered at most."""
 
@@ -28,6 +32,13 @@ GRANTS_KEPT = 256.0
 def prompt_cost(work: Work) -> float:
     """What a grant is charged at once, in prompt tokens, > 0: a work without any still takes a place."""
     return 1.0 + work.prompt_tokens
+
+
+def output_cost(outcome: Outcome) -> float:
+    """What an answer is charged once it has ended, in prompt tokens: its tokens, and the memory it held meanwhile."""
+    ran_s = 0.0 if outcome.queued_s is None else max(0.0, outcome.total_s - outcome.queued_s)
+    held_tokens = outcome.prompt_tokens + outcome.output_tokens / 2
+    return OUTPUT_COST * outcome.output_tokens + MEMORY_COST * held_tokens * ran_s
 
 
 class TenantCounters:
@@ -69,10 +80,10 @@ class TenantCounters:
             self._sweep()
 
     def on_event(self, work: Work, outcome: Outcome | None) -> None:
-        """An attempt ended; `outcome` None when the work goes on elsewhere. Charges the output it made."""
+        """An attempt ended; `outcome` None when the work goes on elsewhere. Charges output and memory."""
         left = self._in_flight.get(work.tenant, 0) - 1
         if outcome is not None and outcome.output_tokens:
-            cost = OUTPUT_COST * outcome.output_tokens / self._weight.get(work.tenant, 1.0)
+            cost = output_cost(outcome) / self._weight.get(work.tenant, 1.0)
             self._finish[work.class_name, work.tenant] = self.tag(work.class_name, work.tenant) + cost
         if left > 0:
             self._in_flight[work.tenant] = left

@@ -6,8 +6,10 @@ import dataclasses
 import json
 from collections import Counter
 
+import pytest
+
 from policies.ordering import TenantCounters
-from policies.ordering.tenants import GRANTS_KEPT, TENANTS_KEPT
+from policies.ordering.tenants import GRANTS_KEPT, MEMORY_COST, TENANTS_KEPT
 from policies.vocabulary import Outcome, Result
 from tests.policies.worlds import work
 
@@ -49,6 +51,19 @@ def test_a_tenant_of_double_weight_gets_double_the_tokens() -> None:
     served = serve(TenantCounters(), {"a": 1, "b": 2}, 900, {"a": 100, "b": 100})
 
     assert served["b"] / served["a"] == 2
+
+
+def test_of_two_equal_answers_the_one_that_held_memory_for_longer_costs_more() -> None:
+    counters = TenantCounters()
+    for tenant, total_s in (("quick", 11.0), ("slow", 31.0)):
+        one = work("w", "night", tenant=tenant, prompt_tokens=1000)
+        counters.granted(one)
+        ended = dataclasses.replace(outcome(100), prompt_tokens=1000, queued_s=1.0, total_s=total_s)
+        counters.on_event(one, ended)
+
+    more = counters.tag("night", "slow") - counters.tag("night", "quick")
+
+    assert more == pytest.approx(MEMORY_COST * 1050 * 20)
 
 
 def test_a_tenant_that_was_idle_starts_level_with_the_others() -> None:
