@@ -122,7 +122,7 @@ async def test_its_seats_and_its_order_are_found_where_it_tells_them(served: Sta
 
 
 async def test_a_stream_that_waits_in_vllm_gets_its_head_at_once_and_its_first_token_late(served: Stand) -> None:
-    busy = [asyncio.create_task(read(served.vllm.http, 800)) for _ in range(SEATS)]
+    busy = [asyncio.create_task(read(served.vllm.http, 1900)) for _ in range(SEATS)]
     await until_on_vllm(served, busy, SEATS)
     asked_s = time.monotonic()
 
