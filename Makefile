@@ -106,7 +106,8 @@ CLIENTS := tests/end_to_end/clients
 	@echo "installing guidellm and aiperf below .venv/load-tools"
 	@for tool in guidellm==0.8.1 aiperf==0.13.0; do \
 	  $(PYTHON) -m venv --clear .venv/load-tools/$${tool%%=*} && \
-	  .venv/load-tools/$${tool%%=*}/bin/pip install --quiet --disable-pip-version-check $$tool || exit 1; done
+	  .venv/load-tools/$${tool%%=*}/bin/pip install --quiet --disable-pip-version-check --upgrade pip && \
+  .venv/load-tools/$${tool%%=*}/bin/pip install --quiet --disable-pip-version-check $$tool || exit 1; done
 	@touch $@
 
 .venv/.clients: $(CLIENTS)/requirements.txt $(CLIENTS)/vercel/package-lock.json | .venv/bin/python
