@@ -123,7 +123,9 @@ class Trajectory:
         self._tolerated: list[float] | None = None
         self._derive()
         self._step_s = max(self._mean_step_s(), lately_s)
-        self._left_steps = math.inf if until_s is None else SPARE_STEPS * max(0.0, until_s - now_s) / self._step_s
+        # prompts make steps of now long, and may be over soon: what is left may be all decoding
+        decode_s = self._model.step_s(max(1, self._decoding), self._context)
+        self._left_steps = math.inf if until_s is None else SPARE_STEPS * max(0.0, until_s - now_s) / decode_s
         coming = arrivals.held(now_s, self._step_s)
         # what is to come holds at a time what it holds at the points around it at most
         self._coming_held = [max(coming[max(0, at - 1)], coming[at]) for at in range(POINTS)]
