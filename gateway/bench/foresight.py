@@ -49,10 +49,11 @@ class Known:
 class Coming:
     """All arrivals at one engine, and what they tolerate."""
 
-    __slots__ = ("_tolerated", "known", "times_s")
+    __slots__ = ("_tolerated", "_usually", "known", "times_s")
 
-    def __init__(self, known: Sequence[Known], tolerated: Mapping[int, float]) -> None:
-        """tolerated: second -> how many times slower prompts may be computed in it; any factor in those not named."""
+    def __init__(self, known: Sequence[Known], tolerated: Mapping[int, float], *, usually: float = math.inf) -> None:
+        """tolerated: second -> how many times slower prompts may be computed in it; `usually` in those not named."""
+        self._usually = usually
         self.known = sorted(known, key=lambda one: one.arrival_s)
         self.times_s = [one.arrival_s for one in self.known]
         self._tolerated = dict(tolerated)
@@ -64,9 +65,10 @@ class Coming:
     def tolerated(self, from_s: float, until_s: float) -> float:
         """How many times slower prompts may be computed in that time."""
         if not self._tolerated:
-            return math.inf
+            return self._usually
         return min(
-            (self._tolerated.get(second, math.inf) for second in range(int(from_s), int(until_s) + 1)), default=math.inf
+            (self._tolerated.get(second, self._usually) for second in range(int(from_s), int(until_s) + 1)),
+            default=math.inf,
         )
 
 
@@ -105,7 +107,12 @@ def foresee(
         kept = [one for index, one in enumerate(mine) if index not in lost]
         known = [_known(one, one.arrival_s + objective(one)) for one in kept]
         known += [_known(one, math.inf) for name, one in foreign if name == spec.name]
-        coming[spec.name] = Coming(known, _tolerated(kept, spec.profile, objective, at_least=slower))
+        overloaded = len(mine) > 0 and min(map(len, late_at.values())) > (1 - BAR) * len(mine)
+        coming[spec.name] = Coming(
+            known,
+            _tolerated(kept, spec.profile, objective, at_least=slower),
+            usually=slower if overloaded else math.inf,  # bursts come on bursts: there is no time in which bulk is free
+        )
     return Foresight(coming, engine_of, frozenset(hopeless))
 
 
@@ -124,9 +131,15 @@ def _tolerated(kept: Sequence[Request], profile: Profile, objective: Objective, 
     """Second -> times slower; see the module header."""
     found: dict[int, float] = {}
     before = at_least
+    full_s = profile.step_model.step_s(0, 0, ((profile.max_num_batched_tokens, 0),))
+
+    def patience_s(request: Request) -> float:
+        """Whoever comes in a burst waits for a full step before his own begins."""
+        return max(objective(request) / 2, objective(request) - full_s)
+
     levels = [slower for slower in SLOWDOWNS if slower > at_least]
     for slower in levels:
-        for index, busy_since_s in given_up(kept, [profile], objective=objective, slowdown=slower).items():
+        for index, busy_since_s in given_up(kept, [profile], objective=patience_s, slowdown=slower).items():
             due_s = kept[index].arrival_s + objective(kept[index])
             for second in range(int(busy_since_s), int(due_s) + 1):
                 found.setdefault(second, before)
