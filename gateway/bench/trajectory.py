@@ -229,16 +229,16 @@ class Trajectory:
                 for from_s, until_s in pairwise(POINTS_S)
             ]
         life_s = min(request.output_tokens, self._left_steps) * self._step_s
-        half = self._limits.max_num_batched_tokens // 2  # of a burst's steps most are full, and the last is not
-        alone_s = self._model.step_s(0, 0, ((half, 0),))
+        piece_of_burst = self._limits.max_num_batched_tokens // 4  # a burst's first and last steps are not full
+        alone_s = self._model.step_s(0, 0, ((piece_of_burst, 0),))
         for (from_s, until_s), tolerated in zip(pairwise(POINTS_S), self._tolerated, strict=True):
             if tolerated < math.inf:
                 steps = from_s / self._step_s
                 first = bisect_left(self._bulk_steps, steps)
                 bulk = len(self._bulk_steps) - first + 1
                 held = self._bulk_held_from[first] + bulk * steps + request.prompt_tokens
-                piece = max(1, half - bulk)
-                if self._model.step_s(bulk, int(held), ((piece, 0),)) > tolerated * alone_s * piece / half:
+                piece = max(1, piece_of_burst - bulk)
+                if self._model.step_s(bulk, int(held), ((piece, 0),)) > tolerated * alone_s * piece / piece_of_burst:
                     return False
             if until_s >= life_s:
                 return True
