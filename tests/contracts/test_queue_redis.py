@@ -125,7 +125,7 @@ def test_scripts_touch_only_keys_that_they_were_given() -> None:
     scripts = [
         one for one in resources.files("gateway.queue").joinpath("scripts").iterdir() if one.name.endswith(".lua")
     ]
-    assert len(scripts) == 15
+    assert len(scripts) == 16
 
     for script in scripts:
         calls = re.findall(r"redis\.p?call\('(\w+)',\s*([^,)]+)", script.read_text())
