@@ -108,14 +108,21 @@ async def test_capacity_asks_for_a_key_where_one_is_needed_and_refuses_nonsense(
     assert busy.value.response.headers["x-headrace-batch-fits"] == "65536"
 
 
-async def test_workers_tell_what_the_deciding_process_published(start_gateway: StartGateway) -> None:
+async def test_workers_tell_what_the_deciding_process_published(start_gateway: StartGateway, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(POLICY)
     async with ScriptedEngine() as engine:
-        async with start_gateway(f"{engines_yaml(engine)}workers: 2\n{SHORT_TIMEOUTS}") as gateway:
+        config = f"{engines_yaml(engine)}policy_file: {policy}\nworkers: 2\n{SHORT_TIMEOUTS}"
+        async with start_gateway(config) as gateway:
             async with httpx.AsyncClient(trust_env=False, base_url=gateway.public_url) as http:
 
                 async def told() -> bool:
                     found = (await http.get("/v1/headrace/capacity")).json()
-                    model = found["classes"]["interactive"]["models"].get(MODEL, {"starts_now": None})
-                    return bool(found["age_s"] is not None and found["age_s"] < 10 and model["starts_now"] == 64)
+                    starts = {
+                        name: one["models"].get(MODEL, {"starts_now": None})["starts_now"]
+                        for name, one in found["classes"].items()
+                    }
+                    age_s = found["age_s"]
+                    return age_s is not None and age_s < 10 and starts == {"interactive": 4, "bulk": 2}
 
                 await eventually(told, 20)
