@@ -119,6 +119,10 @@ class Elsewhere:
         gone = [key for key, one in self._attempts.items() if one.session == session]
         return [self._over(key) for key in gone]
 
+    def forget_but(self, sessions: Container[Session]) -> list[News]:
+        """Forget all sessions but these. A leader that reads from the beginning hears of some that were over before."""
+        return [news for session in list(self._journals) if session not in sessions for news in self.forget(session)]
+
     def forget_all(self) -> list[News]:
         """This process leads no more, or anew."""
         self._journals.clear()

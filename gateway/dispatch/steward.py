@@ -195,7 +195,7 @@ class Steward:
         # A claim may have been made for a session that had run out and was not swept yet.
         for session in [one for one in {**self._others, **self._ledger.claimed()} if one not in reports]:
             taken += self._lose(session, now_s)
-            hearing.news += self._elsewhere.forget(session)
+        hearing.news += self._elsewhere.forget_but(reports)
         for session, lost in list(self._lost.items()):
             replaced = any(one.id == session.id and one.epoch > session.epoch for one in reports)
             if replaced or lost.silent_s(now_s) > RESERVED_S:

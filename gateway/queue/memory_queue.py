@@ -112,7 +112,7 @@ class MemoryQueue:
 
     def __init__(self, time_ms: Callable[[], int]) -> None:
         self._time_ms = time_ms
-        self._bells: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._bells: defaultdict[str, dict[asyncio.Event, None]] = defaultdict(dict)
         self._registered: dict[str, int] = {}
         self.forget()
 
@@ -283,13 +283,13 @@ class MemoryQueue:
         self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
     ) -> list[Claimed | None]:
         owner = session_part(runner) if runner is not None else ""
-        rung: set[str] = set()
+        rung: dict[str, None] = {}
         answers = [self._claim(grant, now_ms, owner if owner in self._sessions else "", rung) for grant in grants]
         for one in rung:
             self._ring(one)
         return answers
 
-    def _claim(self, grant: Grant, now_ms: int, runner: str, rung: set[str]) -> Claimed | None:
+    def _claim(self, grant: Grant, now_ms: int, runner: str, rung: dict[str, None]) -> Claimed | None:
         if self._fenced(grant.epoch):
             return None
         held = self._works.get(grant.work_id)
@@ -307,7 +307,7 @@ class MemoryQueue:
         held.grant = replace(grant, expires_s=int(grant.expires_s * 1000) / 1000)
         held.work = replace(held.work, attempt=grant.attempt)
         held.seq = self._next_seq(now_ms)
-        rung.add(held.owner)
+        rung[held.owner] = None
         return _claimed(held)
 
     # -- the leader's words ----------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class MemoryQueue:
     async def bell(self, session: Session | None) -> AsyncGenerator[None, None]:
         rung = asyncio.Event()
         listeners = self._bells["" if session is None else session_part(session)]
-        listeners.add(rung)
+        listeners[rung] = None
         try:
             yield
             while True:
@@ -442,7 +442,7 @@ class MemoryQueue:
                 rung.clear()
                 yield
         finally:
-            listeners.discard(rung)
+            listeners.pop(rung, None)
 
     async def close(self) -> None:
         """Nothing to close: the instance is the store, and others may share it."""
@@ -466,7 +466,7 @@ class MemoryQueue:
         return self._record.seq
 
     def _ring(self, owner: str) -> None:
-        for rung in self._bells.get(owner, ()):
+        for rung in self._bells.get(owner, {}):
             rung.set()
 
     def __repr__(self) -> str:

@@ -181,6 +181,21 @@ def test_a_leader_that_is_told_twice_of_an_attempt_knows_it_once() -> None:
     assert shape(news) == [("Granted", "w"), ("Finished", "w")]
 
 
+def test_what_a_session_told_that_is_over_by_now_begins_and_ends_at_once() -> None:
+    """A new leader reads events from the beginning; nobody will tell it of ends in a process that has ended itself."""
+    gone, alive, leader = Process(), Process(), Elsewhere()
+    gone.begin("g")
+    alive.begin("a")
+    other = Session("other", 1)
+    news = hear(leader, gone.renew()) + hear(leader, alive.renew(), other)
+
+    news += leader.forget_but({other: None})
+
+    assert shape(news) == [("Granted", "g"), ("Granted", "a"), ("Finished", "g")]
+    assert [one.work.id for one in leader.running("e", 1000.0)] == ["a"]
+    assert leader.forget_but({other: None}) == []
+
+
 def test_a_process_that_leads_tells_nothing() -> None:
     process = Process()
     process.renew(epoch=0)
