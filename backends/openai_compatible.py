@@ -43,7 +43,9 @@ NO_SUCH_ROUTE = frozenset({404, 405, 501})
 NOT_ASKED_SO = NO_SUCH_ROUTE | {400, 415, 422}
 """Answers to a trial of a server whose model does something else, e.g. embeds."""
 FACTS_S = 5.0
-"""The model list and the version are asked for no more often than this by an engine that stays ready."""
+"""The version, and what else stays, is asked for no more often than this while an engine stays ready."""
+MODELS_S = 1.0
+"""The same of the model list, which changes while an engine serves: adapters are loaded and unloaded."""
 TRIAL_MAX_S = 60.0
 """Above what any caller of `try_generation` allows; only so that the request is bounded by itself."""
 TRIAL_ID = "headrace-trial"
@@ -113,7 +115,7 @@ class OpenAICompatible:
         self._metrics = metrics or pool
         self.models: frozenset[str] = frozenset()
         self._facts: tuple[tuple[ModelCard, ...], str] | None
-        self._facts_s = 0.0
+        self._facts_s = self._models_s = 0.0
         self._forget()
         self._sample_s = address.sample_s
         self._pool = pool
@@ -184,10 +186,14 @@ class OpenAICompatible:
         return self._ready(*await self._known_facts())
 
     async def _known_facts(self) -> tuple[tuple[ModelCard, ...], str]:
-        """Models and version, as of at most FACTS_S ago: an engine is asked twice a second, and these stay."""
-        if self._facts is None or self._monotonic() - self._facts_s >= FACTS_S:
+        """Models as of at most MODELS_S ago, version as of at most FACTS_S ago: an engine is asked twice a second."""
+        now_s = self._monotonic()
+        if self._facts is None or now_s - self._facts_s >= FACTS_S:
             self._facts = await self._ask_facts()
-            self._facts_s = self._monotonic()
+            self._facts_s = self._models_s = self._monotonic()
+        elif now_s - self._models_s >= MODELS_S:
+            self._facts = await self._ask_models(*self._facts)
+            self._models_s = self._monotonic()
         return self._facts
 
     def _forget(self) -> None:
@@ -196,6 +202,10 @@ class OpenAICompatible:
 
     async def _ask_facts(self) -> tuple[tuple[ModelCard, ...], str]:
         return await self._model_cards(), await self._version()
+
+    async def _ask_models(self, _cards: tuple[ModelCard, ...], version: str) -> tuple[tuple[ModelCard, ...], str]:
+        """The facts with the models of now."""
+        return await self._model_cards(), version
 
     async def _try_generation(self) -> str:
         cards, _ = await self._known_facts()

@@ -82,6 +82,9 @@ class Tgi(OpenAICompatible):
         self._seats = _seats(info)
         return (_card(info),), text(info.get("version"))
 
+    async def _ask_models(self, _cards: tuple[ModelCard, ...], _version: str) -> tuple[tuple[ModelCard, ...], str]:
+        return await self._ask_facts()
+
     def _trials(self, _model: str) -> tuple[tuple[str, JsonObject], ...]:
         return (("/generate", {"inputs": "1", "parameters": {"max_new_tokens": 1}}),)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,10 +82,11 @@ def adapter(
     otherwise: Page = NOT_FOUND,
     sample_s: float = 5.0,
     priority: bool | None = None,
+    monotonic: Callable[[], float] = lambda: 42.0,
 ) -> tuple[OpenAICompatible, RecordedPool]:
     pool = RecordedPool(pages, otherwise)
     address = EngineAddress("e1", "http://engine.invalid:8000", KEY, sample_s=sample_s)
-    return make_backend(kind, address, pool, monotonic=lambda: 42.0, priority_honoured=priority), pool
+    return make_backend(kind, address, pool, monotonic=monotonic, priority_honoured=priority), pool
 
 
 REFUSED = BackendError("engine e1: connect refused")

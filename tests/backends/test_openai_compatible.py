@@ -42,6 +42,25 @@ async def test_a_failed_probe_forgets_no_models() -> None:
     assert backend.models == {"m"}
 
 
+@pytest.mark.parametrize("kind", ["openai", "vllm", "sglang", "llamacpp", "trtllm", "tgi"])
+async def test_an_adapter_loaded_later_is_listed_within_a_second_and_asked_for_no_more_often(kind: str) -> None:
+    now_s = 42.0
+    pages: dict[str, Page] = {"/v1/models": '{"data":[{"id":"m"}]}', **ENGINES[kind], "/info": (404, b"")}
+    backend, pool = adapter(kind, pages, monotonic=lambda: now_s)
+    await backend.probe()
+
+    pages["/v1/models"] = '{"data":[{"id":"m"},{"id":"lora"}]}'
+    before = len(pool.asked)
+    now_s += 0.5
+    await backend.probe()
+    asked_early = pool.asked[before:]
+    now_s += 0.5
+    listed = {card.id for card in (await backend.probe()).models}
+
+    assert "/v1/models" not in asked_early
+    assert listed == {"m", "lora"}
+
+
 async def test_a_refused_key_says_what_to_check_and_not_what_the_engine_said() -> None:
     backend, _ = adapter("openai", {"/v1/models": (401, b'{"error":"Unauthorized"}')})
 

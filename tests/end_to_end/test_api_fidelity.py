@@ -436,7 +436,7 @@ def _models_put_back(stage: Stage) -> object:
 
 @pytest.mark.usefixtures("_models_put_back")
 @pytest.mark.parametrize("name", ["lora-1", "org/lora:v2", "modèle"])
-async def test_an_adapter_loaded_later_is_served_within_a_poll_and_forgotten_when_unloaded(
+async def test_an_adapter_loaded_later_is_served_within_a_few_polls_and_forgotten_when_unloaded(
     stage: Stage, name: str
 ) -> None:
     assert (await post(stage.port, CHAT, body=chat_body(model=name))).status == 404
