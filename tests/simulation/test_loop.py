@@ -227,6 +227,25 @@ def test_what_the_check_after_an_event_raises_ends_the_run() -> None:
         run(main, seed=1)
 
 
+def test_a_run_that_fails_leaves_no_connection_for_a_later_test_to_stumble_over() -> None:
+    lost: list[Exception | None] = []
+
+    class Peer(asyncio.Protocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            lost.append(exc)
+
+    async def main(loop: SimLoop) -> None:
+        await loop.create_server(Peer, "0.0.0.0", 80)
+        await loop.create_connection(Peer, "127.0.0.1", 80)
+        await asyncio.sleep(1)
+        raise LookupError("broken")
+
+    with pytest.raises(LookupError, match="broken"):
+        run(main, seed=1)
+
+    assert lost == [None, None]
+
+
 def test_an_executor_call_runs_inline_and_takes_no_time() -> None:
     async def main(loop: SimLoop) -> float:
         assert await asyncio.to_thread(sum, [1, 2, 3]) == 6
