@@ -37,6 +37,8 @@ CLIENTS = "clients"
 WATCH_EVERY_S = 0.25
 READY_WITHIN_S = 30.0
 LEADER_WITHIN_S = 3.0
+READY_AGAIN_WITHIN_S = 5.0
+"""Once somebody leads: two polls of the engines, each with what finds out their kind and tries them out."""
 RECOVERY_S = 20.0
 NORMAL_WAIT_S = 1.0
 """What a first token may take beside the engine's own time."""
@@ -154,7 +156,7 @@ class World:
             self.loop.after_event = self._look
             for host in self.gateways.values():
                 await host.start()
-            await self._until_ready()
+            await self._until_ready(READY_WITHIN_S)
             async with self._watching():
                 await self._safety()
                 await self._liveness()
@@ -170,16 +172,16 @@ class World:
 
     # -- phases -------------------------------------------------------------------------------------------------------
 
-    async def _until_ready(self) -> None:
+    async def _until_ready(self, within_s: float) -> None:
         """Clients come once every gateway says that it is ready, as a load balancer has it."""
         try:
-            async with asyncio.timeout(READY_WITHIN_S):
+            async with asyncio.timeout(within_s):
                 while any(host.gateway.unready() for host in self.gateways.values()):
                     await asyncio.sleep(WATCH_EVERY_S)
         except TimeoutError:
             raise InvariantBroken(
                 Invariant.RECOVERS,
-                f"not all gateways are ready after {READY_WITHIN_S} s: {list(self.gateways.values())}",
+                f"not all gateways are ready after {within_s} s: {list(self.gateways.values())}",
             ) from None
 
     async def _safety(self) -> None:
@@ -200,6 +202,8 @@ class World:
                 Invariant.RECOVERS,
                 f"nobody leads {LEADER_WITHIN_S} s after the last fault: {list(self.gateways.values())}",
             )
+        # One that was started while the store was away has heard of no engine before it or another leads.
+        await self._until_ready(READY_AGAIN_WITHIN_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(RECOVERY_S):
                 while self.store._works:
