@@ -121,7 +121,7 @@ class Engine:
                 if self._step_end_s > until_s + ROUNDING_S:
                     return
                 self._commit(self._plan)
-            if self._clock_s >= until_s:
+            if self._clock_s >= until_s - ROUNDING_S:  # a wake at a step's end, rounded up, must not begin the next
                 return
             if not self.busy:
                 self._clock_s = until_s

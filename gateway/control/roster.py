@@ -217,7 +217,10 @@ class Engine:
         )
 
     def _reading(self, signal: Signal, now_s: float) -> Reading:
-        reading = _read(self.sample.values.get(signal), now_s - self.sample.taken_s, self.poll_s)
+        measured = self.sample.values.get(signal)
+        if measured is None:
+            return UNKNOWN
+        reading = _read(measured, now_s - self.sample.taken_s, self.poll_s)
         still_s = self.frozen.get(signal)
         if still_s is None or reading.value is None:
             return reading
@@ -282,9 +285,7 @@ class Roster:
         return any(engine.state is EngineState.UP for engine in self._engines.values())
 
 
-def _read(measured: Measured | None, age_s: float, poll_s: float) -> Reading:
-    if measured is None:
-        return UNKNOWN
+def _read(measured: Measured, age_s: float, poll_s: float) -> Reading:
     if measured.value is None:
         return Reading(None, age_s, Quality.ABSURD)
     fresh = age_s <= STALE_AFTER_POLLS * poll_s

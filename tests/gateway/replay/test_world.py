@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from backends.simulated.engine import Engine
 from backends.simulated.profiles import load_profile
 from gateway.replay.alone import alone
 from gateway.replay.figures import figures
@@ -254,6 +255,21 @@ def test_a_slowdown_is_measured_by_what_the_first_tokens_of_a_model_took() -> No
 
 
 # -- speed
+
+
+def test_an_engine_wakes_for_what_it_shows_and_not_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[float] = []
+    begin = Engine._begin
+
+    def counted(engine: Engine) -> None:
+        begun.append(engine._clock_s)
+        begin(engine)
+
+    monkeypatch.setattr(Engine, "_begin", counted)
+
+    played = replay(Plan(ENGINE, policy(), conversation(30.0)), QUIET)
+
+    assert len(begun) < 10 * len(played.rows) < sum(row.output_tokens for row in played.rows) / 10
 
 
 @pytest.mark.slow
