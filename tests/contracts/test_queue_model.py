@@ -274,7 +274,7 @@ def test_memory_and_valkey_answer_every_call_alike(servers: dict[str, Server]) -
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=50,
+                max_examples=15,
                 stateful_step_count=50,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

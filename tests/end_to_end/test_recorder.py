@@ -18,7 +18,7 @@ from tests.gateway.ingress.raw_client import RawClient, request
 SECRETS = ("Mildred", "sk-live-4711", "my-request-id")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.many)])
 async def test_recorded_traffic_replays_and_holds_no_text(
     workers: int, start_gateway: StartGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_stop_signal_ends_everything_it_started_with_exit_code_0(number: signa
     assert [pid for pid in started if alive(pid)] == []
 
 
+@pytest.mark.many
 def test_two_demos_run_beside_each_other_on_ports_of_their_own() -> None:
     with demo("--bulk", "1") as one:
         first = line_matching(one, re.compile(r"^gateway"))

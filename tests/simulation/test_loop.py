@@ -48,13 +48,13 @@ async def served(loop: SimLoop, requests: int, clients: int) -> int:
     return right
 
 
-def test_aiohttp_serves_twenty_thousand_requests_in_seconds() -> None:
+def test_aiohttp_serves_five_thousand_requests_in_seconds() -> None:
     begun_s = time.process_time()
 
-    right = run(lambda loop: served(loop, 20_000, 20), seed=1)
+    right = run(lambda loop: served(loop, 5_000, 20), seed=1)
 
-    assert right == 20_000
-    assert time.process_time() - begun_s < 20
+    assert right == 5_000
+    assert time.process_time() - begun_s < 5
 
 
 async def a_varied_world(loop: SimLoop) -> str:

@@ -99,12 +99,12 @@ def test_it_tells_points_knee_and_rules_as_json_and_draws_them(
 ) -> None:
     picture = tmp_path / "curve.svg"
 
-    code = main(["bench", "curve", "--batch", "1", "--batch", "16", "--json", "--picture", str(picture)])
+    code = main(["bench", "curve", "--batch", "1", "--batch", "8", "--json", "--picture", str(picture)])
 
     told = json.loads(capsys.readouterr().out)
     assert code == 0
     assert [(one["mode"], one["batch"]) for one in told["points"]] == [
-        (mode, batch) for mode in (CONTINUOUS, STATIC) for batch in (1, 16)
+        (mode, batch) for mode in (CONTINUOUS, STATIC) for batch in (1, 8)
     ]
     assert set(told["knee"]) == {CONTINUOUS, STATIC}
     held = [(one["workload"], one["mode"]) for one in told["rules"] if one["rule"] == RULES[0] and one["holds"]]
