@@ -14,7 +14,7 @@ from tests.end_to_end.conftest import SHORT_TIMEOUTS, StartGateway, engines_yaml
 from tests.end_to_end.engine_process import eventually
 from tests.end_to_end.scripted_engine import MODEL, Asked, ScriptedEngine, Wire, answer, event
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.many
 
 POLICY = """\
 version: 1

@@ -32,7 +32,7 @@ from tests.end_to_end.scripted_engine import (
 )
 from tests.gateway.ingress.raw_client import Answer, RawClient, request
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.many]
 
 FAST = "poll_s: 0.2\ntimeouts: {connect_s: 0.5, first_byte_s: 1, inter_token_s: 1}\n"
 

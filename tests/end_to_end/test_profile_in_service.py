@@ -29,7 +29,7 @@ sizing: {policy: token_ledger}
 """
 
 
-@pytest.mark.slow
+@pytest.mark.many
 async def test_a_gateway_learns_an_engines_speed_and_tells_how_far_it_is_from_the_profile(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(POLICY)

@@ -18,7 +18,7 @@ import pytest
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.scripted_engine import MODEL, ScriptedEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.many
 
 MANY = 1000
 
