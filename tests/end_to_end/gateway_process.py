@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-START_S = 90.0
+START_S = 30.0
 STOP_S = 15.0
 _SERVING = re.compile(r"serving on (http://\S+), metrics on (http://\S+)/metrics")
 

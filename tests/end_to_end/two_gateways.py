@@ -32,7 +32,7 @@ sizing:
   fixed: {{total: PLACES, windows: {{interactive: PLACES, bulk: BULK}}}}
 """
 WORKERS = 2
-READY_S = 60.0
+READY_S = 20.0
 SPEED = "0.5"
 """Engines at half speed make a token in 14 ms: load enough for the places, not for the machine that runs the tests."""
 

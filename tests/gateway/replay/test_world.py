@@ -272,23 +272,14 @@ def test_an_engine_wakes_for_what_it_shows_and_not_for_each_token(monkeypatch: p
     assert len(begun) < 10 * len(played.rows) < sum(row.output_tokens for row in played.rows) / 10
 
 
-@pytest.mark.slow
+@pytest.mark.many  # a bar for a whole core of today: `make test` counts steps instead, which no slow machine changes
 def test_five_requests_a_second_replay_three_hundred_times_as_fast_as_they_came() -> None:
     plan = Plan(ENGINE, policy(), segment(read_trace(TRACE), rate_scale=5 / 4.78, from_s=0.0, duration_s=570.0))
 
-    def whole_core() -> float:
-        """What of a whole core this process is given now: one counts over thirty millions in a second of CPython."""
-        begun_s, count = time.process_time(), 0
-        for number in range(3_000_000):
-            count += number
-        return min(1.0, 3_000_000 / (time.process_time() - begun_s) / 30e6)
-
     def speed() -> float:
-        """Replayed seconds for a second of a whole core; a machine that others keep busy makes even CPU time longer."""
-        before, begun_s = whole_core(), time.process_time()
-        end_s = replay(plan, QUIET).end_s
-        spent_s = time.process_time() - begun_s
-        return end_s / spent_s / max(before, whole_core())
+        """Replayed seconds for a second of CPU; a machine that others keep busy makes even that longer."""
+        begun_s = time.process_time()
+        return replay(plan, QUIET).end_s / (time.process_time() - begun_s)
 
     assert any(speed() > 300 for _ in range(3))
 
