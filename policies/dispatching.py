@@ -110,25 +110,6 @@ def place_one(  # noqa: PLR0917 - one signature with plan_round, read in this or
     return _placement(work, chosen, policy, now_s, "uncontended")
 
 
-def explain(work: Work, engines: Sequence[EngineView], sizing: SizingPolicy, policy: Policy, now_s: float) -> Decision:
-    """Why a work waits: HOLD with the guards of the eligible engine that refused by the least, or a reason without."""
-    hold = Decision(Action.HOLD, now_s, policy.version, work.class_name, work_id=work.id)
-    views = sorted((view for view in engines if eligible(work, view)), key=lambda view: view.name)
-    if not views:
-        return replace(hold, reason=_nowhere(work, engines))
-    nearest, verdict = min(
-        ((view, sizing.admit(work, view, now_s)) for view in views),
-        key=lambda pair: sum(not guard.passed for guard in pair[1].guards),
-    )
-    return replace(
-        hold,
-        engine=nearest.name,
-        binding=verdict.binding,
-        guards=verdict.guards,
-        reason="turn of others" if verdict.admitted else "no room",
-    )
-
-
 class _Round:
     """What one round knows: engines as placements fill them, and which kinds of work found no room."""
 
@@ -322,15 +303,3 @@ def _spread(work: Work, policy: Policy) -> bool:
 
 def _name(candidate: Candidate) -> str:
     return candidate.view.name
-
-
-def _nowhere(work: Work, engines: Iterable[EngineView]) -> str:
-    """Why no engine is eligible, for the why-record: the nearest thing to one."""
-    having = [engine for engine in engines if work.model in engine.models]
-    if not having:
-        return "no engine has the model"
-    if work.pinned_engine is not None:
-        return "the engine it is pinned to cannot take it"
-    if all(engine.name in work.avoid for engine in having):
-        return "every engine with the model has failed it"
-    return "no engine with the model is up and speaks the path"

@@ -233,7 +233,6 @@ class Action(StrEnum):
 
     CLASSIFY = "classify"
     DISPATCH = "dispatch"
-    HOLD = "hold"
     SHED = "shed"
     PREEMPT = "preempt"
 

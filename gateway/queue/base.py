@@ -427,10 +427,6 @@ class Queue(Protocol):
         """
         ...
 
-    async def rescore_many(self, ranks: Sequence[tuple[str, float]], *, epoch: int, now_ms: int) -> list[bool]:
-        """Leader: change the rank of waiting works (ageing). False: not waiting any more."""
-        ...
-
     async def time_ms(self) -> int:
         """The store's own clock, for `PoolClock.correct`; never used for a decision directly."""
         ...

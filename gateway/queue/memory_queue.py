@@ -412,20 +412,6 @@ class MemoryQueue:
                 return
             del self._settled[memory]
 
-    async def rescore_many(self, ranks: Sequence[tuple[str, float]], *, epoch: int, now_ms: int) -> list[bool]:
-        del now_ms  # the epoch alone fences
-        return [epoch >= self._record.epoch and self._rescore(work_id, rank) for work_id, rank in ranks]
-
-    def _rescore(self, work_id: str, rank: float) -> bool:
-        rank_part(rank)
-        held = self._works.get(work_id)
-        if held is None or held.grant is not None:
-            return False
-        self._leave(held)
-        held.work = replace(held.work, rank=rank)
-        self._wait(held)
-        return True
-
     # -- the store itself ------------------------------------------------------------------------------------------
 
     async def time_ms(self) -> int:

@@ -119,7 +119,6 @@ _SCRIPTS = (
     "publish",
     "renew",
     "requeue",
-    "rescore",
     "resign",
     "settle",
     "standing",
@@ -428,16 +427,6 @@ class RedisQueue:
             for work_id, attempt in piece:
                 args += (work_id, attempt)
             answers += [_SETTLED[code - 1] for code in await self._run("settle", *args)]
-        return answers
-
-    async def rescore_many(self, ranks: Sequence[tuple[str, float]], *, epoch: int, now_ms: int) -> list[bool]:
-        del now_ms  # the epoch alone fences
-        answers: list[bool] = []
-        for piece in _pieces(ranks):
-            args: list[str | int] = [epoch]
-            for work_id, rank in piece:
-                args += (work_id, rank_part(rank))
-            answers += map(bool, await self._run("rescore", *args))
         return answers
 
     # -- the store itself ------------------------------------------------------------------------------------------

@@ -244,8 +244,6 @@ MUTANTS = (
         "",
         "test_a_late_requeue_does_not_take_back_a_later_attempt",
     ),
-    ScriptMutant("rescore", "not old_epoch and ", "", "test_the_leader_changes_ranks_of_waiting_works"),
-    ScriptMutant("rescore", " or work.state ~= 'w'", "", "test_the_leader_changes_ranks_of_waiting_works"),
     ScriptMutant(
         "settle", "if work.owner ~= owner then return 3 end", "", "test_a_session_cannot_settle_a_work_of_another"
     ),

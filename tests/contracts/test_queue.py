@@ -478,18 +478,6 @@ async def test_a_session_cannot_requeue_a_work_of_another(queue: Queue) -> None:
     assert len(await queue.take_grants(ME, after_seq=0)) == 1
 
 
-async def test_the_leader_changes_ranks_of_waiting_works(queue: Queue) -> None:
-    await register(queue)
-    await enqueue(queue, work("a", 1), work("b", 2), work("c", 3))
-    await claim(queue, grant("c", epoch=5))
-
-    answers = await queue.rescore_many([("b", 0.5), ("c", 0), ("gone", 0)], epoch=5, now_ms=NOW)
-
-    assert answers == [True, False, False]
-    assert [(one.id, one.rank) for one in (await look(queue)).works] == [("b", 0.5), ("a", 1)]
-    assert await queue.rescore_many([("b", 9)], epoch=4, now_ms=NOW) == [False]
-
-
 # -- the end of a work -----------------------------------------------------------------------------------------------
 
 

@@ -229,10 +229,6 @@ class SameQueues(RuleBasedStateMachine):
     def settle(self, ids: list[tuple[str, int]], session: Session) -> None:
         self.same(lambda queue: queue.settle_many(ids, session=session, now_ms=self.now_ms))
 
-    @rule(ranks=st.lists(st.tuples(IDS, RANKS), max_size=3), epoch=EPOCHS)
-    def rescore(self, ranks: list[tuple[str, float]], epoch: int) -> None:
-        self.same(lambda queue: queue.rescore_many(ranks, epoch=epoch, now_ms=self.now_ms))
-
     @rule(session=st.sampled_from(OWNERS), which=st.integers(0, 2))
     def take(self, session: Session, which: int) -> None:
         seqs = [0] + [one.seq for one in self.runner.run(self.memory.take_grants(session, after_seq=0))]

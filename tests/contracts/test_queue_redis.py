@@ -91,7 +91,6 @@ async def whole_life(queue: Queue) -> None:
     await register(queue)
     led = await queue.lead("gateway-1", now_ms=NOW, valid_for_ms=2_000)
     await enqueue(queue, work("a"), work("b", blob=True), work("c"))
-    await queue.rescore_many([("a", 1.0)], epoch=led.epoch, now_ms=NOW)
     await queue.peek(bounds={}, default_bound=10, now_ms=NOW)
     grants = [Grant(one, "gpu 0", led.epoch, 1, NOW / 1000) for one in ("a", "b")]
     assert await claim(queue, *grants) == [True, True]
@@ -125,7 +124,7 @@ def test_scripts_touch_only_keys_that_they_were_given() -> None:
     scripts = [
         one for one in resources.files("gateway.queue").joinpath("scripts").iterdir() if one.name.endswith(".lua")
     ]
-    assert len(scripts) == 16
+    assert len(scripts) == 15
 
     for script in scripts:
         calls = re.findall(r"redis\.p?call\('(\w+)',\s*([^,)]+)", script.read_text())
@@ -347,7 +346,6 @@ async def test_a_full_server_refuses_new_work_and_loses_nothing_that_it_took() -
             assert await queue.publish(Snapshot(1, b"{}"), epoch=led.epoch + 1, now_ms=NOW)
             led = replace(led, epoch=led.epoch + 1)
             assert await queue.requeue_many([work("b", blob=True)], session=ME, now_ms=NOW) == [True]
-            assert await queue.rescore_many([("b", 9.0)], epoch=led.epoch, now_ms=NOW) == [True]
             unknown_first = [("unknown", 0), ("a", 1)]
             assert await queue.settle_many(unknown_first, session=ME, now_ms=NOW) == [Settled.GONE, Settled.DONE]
             assert await queue.settle_many([("a", 1)], session=ME, now_ms=NOW) == [Settled.DONE]
@@ -476,10 +474,6 @@ CALLS: dict[str, tuple[Callable[[Queue], Awaitable[Any]], Callable[[Any], bool]]
     "settle": (
         lambda queue: queue.settle_many([("runs", 1), ("waits", 0), ("unknown", 0)], session=ME, now_ms=NOW),
         lambda answer: answer == [Settled.DONE, Settled.DONE, Settled.GONE],
-    ),
-    "rescore": (
-        lambda queue: queue.rescore_many([("waits", 7.0)], epoch=5, now_ms=NOW),
-        lambda answer: answer == [True],
     ),
     "lead": (
         lambda queue: queue.lead("gateway-1", now_ms=NOW, valid_for_ms=2_000),

@@ -80,8 +80,6 @@ async def test_a_work_keeps_what_a_newer_release_wrote_of_it_through_its_whole_l
         return line.endswith(b"\tlora\tx") and (members["adapter"], members["nested"]) == ("lora", {"a": [0.1 + 0.2]})
 
     assert (await older.peek(bounds={}, default_bound=9, now_ms=NOW)).works == (work,)
-    assert await older.rescore_many([("b", 3.0)], epoch=5, now_ms=NOW) == [True]
-    assert await kept()
     assert await older.claim_many([Grant("b", "gpu 0", 5, 1, 9.0)], now_ms=NOW) != [None]
     assert await kept()
     (stands,) = (await older.standing(now_ms=NOW)).outstanding

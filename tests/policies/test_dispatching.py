@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.dispatching import LOOK_AHEAD, Placement, explain, place_one, plan_batches, plan_round
+from policies.dispatching import LOOK_AHEAD, Placement, place_one, plan_batches, plan_round
 from policies.limits import build
 from policies.ordering import TenantCounters
 from policies.placement import eligible
@@ -368,29 +368,6 @@ def test_a_tenant_at_its_cap_is_not_placed_alone_either() -> None:
         tenants.granted(work(f"s{n}", tenant="small"))
 
     assert place_one(work("w", tenant="small"), [engine()], SIZING, POLICY, NOW_S, 0.0, tenants=tenants) is None
-
-
-def test_why_a_work_waits_is_told_with_the_guard_that_holds_it() -> None:
-    decision = explain(work("w"), [engine("e0", FULL), engine("e1", state=EngineState.DOWN)], SIZING, POLICY, NOW_S)
-
-    assert (decision.action, decision.engine, decision.binding) == (Action.HOLD, "e0", Guard.WINDOW)
-    assert decision.reason == "no room"
-
-
-@pytest.mark.parametrize(
-    ("one", "reason"),
-    [
-        (work("w", model="other"), "no engine has the model"),
-        (work("w", avoid=frozenset({"e0"})), "every engine with the model has failed it"),
-        (work("w", pinned_engine="e7"), "the engine it is pinned to cannot take it"),
-        (work("w", path="/generate"), "no engine with the model is up and speaks the path"),
-        (work("w"), "turn of others"),
-    ],
-)
-def test_why_a_work_waits_is_told_where_no_guard_holds_it(one: Work, reason: str) -> None:
-    decision = explain(one, [engine(speaks_only="/v1/completions")], SIZING, POLICY, NOW_S)
-
-    assert (decision.reason, decision.binding) == (reason, Guard.NONE)
 
 
 @given(works, engines, draws)

@@ -364,9 +364,6 @@ class FaultyQueue:
     async def settle_many(self, ids: Sequence[tuple[str, int]], *, session: Session, now_ms: int) -> list[Settled]:
         return await self._call(lambda: self._queue.settle_many(ids, session=session, now_ms=now_ms))
 
-    async def rescore_many(self, ranks: Sequence[tuple[str, float]], *, epoch: int, now_ms: int) -> list[bool]:
-        return await self._call(lambda: self._queue.rescore_many(ranks, epoch=epoch, now_ms=now_ms))
-
     async def time_ms(self) -> int:
         return await self._call(self._queue.time_ms)
 
