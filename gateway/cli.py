@@ -42,7 +42,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser(argv).parse_args(argv)
+    args = parser(argv).parse_args(argv)
     return exit_code(lambda: int(args.run(args)))
 
 
@@ -59,17 +59,18 @@ def exit_code(run: Callable[[], int]) -> int:
         return _told("\n".join(_words(cause) for cause in causes))
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """What reads a command line; with `argv` that names a command it knows only that one."""
+    made = argparse.ArgumentParser(
         prog="headrace", description="LLM serving gateway: interactive and bulk queues in front of your engines."
     )
-    parser.add_argument("--version", action="version", version=f"headrace {version('headrace')}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    made.add_argument("--version", action="version", version=f"headrace {version('headrace')}")
+    subparsers = made.add_subparsers(metavar="COMMAND", required=True)
     for name in [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS:
         module = importlib.import_module(f"gateway.commands.{name.replace('-', '_')}")
         module.add_parser(subparsers)
         subparsers.choices[name].set_defaults(run=module.run)
-    return parser
+    return made
 
 
 def _leaves(error: Exception) -> Iterator[Exception]:

@@ -1,4 +1,4 @@
-"""The documents keep their word: every command of the README runs, every link leads somewhere, no setting is left out.
+"""The documents keep their word: every command of the README runs, no setting is left out; links are in test_docs_commands.
 
 A fenced `sh` or `python` block of the README is run here, in order, with addresses put in the place of the printed
 ones: one gateway before one simulated engine stands for all of them. A block that is too much for that names, in a
@@ -22,9 +22,7 @@ from gateway.settings import Limits, Settings, Timeouts
 from gateway.settings_file import read_file
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"(?:<!-- (?P<test>\S+) -->\n)?```(?P<language>sh|python)\n(?P<text>.*?)```", re.DOTALL)
-LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
 
 @dataclass(frozen=True)
@@ -160,13 +158,6 @@ def test_every_make_target_named_is_there(target: str) -> None:
 
     assert shown.returncode == 0, shown.stderr
     assert f"make {target}" in (ROOT / "README.md").read_text()
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_leads_somewhere(document: Path) -> None:
-    broken = [link for link in LINK.findall(document.read_text()) if not (document.parent / link).exists()]
-
-    assert broken == []
 
 
 def test_the_settings_page_shows_a_file_that_can_be_read(tmp_path: Path) -> None:
