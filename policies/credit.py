@@ -95,20 +95,25 @@ def allot(
     started_per_s: Sequence[float],
     *,
     prompt_tokens: int,
-    unspent: int,
+    unspent: Sequence[int],
     now_s: float,
     spare: int = 1,
 ) -> list[Allowance]:
     """Credit of one class on one engine for each process, in the order of `started_per_s`.
 
     prompt_tokens   of a typical work of the class; each allowed work allows so many tokens
-    unspent         works that earlier credit of this class still allows here; the view counts them as in flight
+    unspent         works that earlier credit of this class still allows each here; the view counts them as in flight
     spare           works beyond what a process would start at its rate
+
+    What one process is to have less is free only when its credit has run out: until then the others get what is free now.
     """
     if engine.state is not EngineState.UP or not started_per_s:
         return [_NOTHING] * len(started_per_s)
-    amount = int((room(typical(class_name, prompt_tokens, now_s), engine, sizing, now_s) + unspent) * HANDED_OUT)
-    works = split(amount, started_per_s, spare=spare)
+    free = room(typical(class_name, prompt_tokens, now_s), engine, sizing, now_s)
+    works = split(int((free + sum(unspent)) * HANDED_OUT), started_per_s, spare=spare)
+    for index, (wanted, held) in enumerate(zip(works, unspent, strict=True)):
+        works[index] = min(wanted, held + free)
+        free -= max(0, works[index] - held)
     return [Allowance(each, each * prompt_tokens, each * prompt_tokens) for each in works]
 
 

@@ -334,19 +334,20 @@ class Steward:
         for class_name in creditable(self._store.current, waiting):
             for index, view in enumerate(views):
                 place = (view.name, class_name)
+                unspent = [_unspent(other, place).works for other in others]
                 allowances = allot(
                     class_name,
                     view,
                     self._sizing,
                     [other.rates.get(place, 0.0) for other in others],
                     prompt_tokens=self._typical_prompt(class_name),
-                    unspent=(unspent := sum(_unspent(other, place).works for other in others)),
+                    unspent=unspent,
                     now_s=now_s,
                     spare=spare,
                 )
                 for session, allowance in zip(sessions, allowances, strict=True):
                     wanted[session][place] = allowance
-                more = max(0, sum(one.works for one in allowances) - unspent)
+                more = sum(max(0, one.works - held) for one, held in zip(allowances, unspent, strict=True))
                 views[index] = _with_more(view, class_name, more)
         return wanted
 

@@ -39,7 +39,7 @@ def test_nothing_is_allotted_on_an_engine_that_is_not_up() -> None:
         build(one),
         [1.0, 1.0],
         prompt_tokens=100,
-        unspent=0,
+        unspent=[0, 0],
         now_s=NOW_S,
     )
 
@@ -52,9 +52,23 @@ def test_an_allotment_stays_inside_the_guards() -> None:
     view = engine("a")
     typical = work("w", class_name=one.precedence[0])
 
-    found = allot(one.precedence[0], view, sizing, [1000.0] * 3, prompt_tokens=10, unspent=0, now_s=NOW_S)
+    found = allot(one.precedence[0], view, sizing, [1000.0] * 3, prompt_tokens=10, unspent=[0] * 3, now_s=NOW_S)
 
     assert sum(allowance.works for allowance in found) <= room(typical, view, sizing, NOW_S) * HANDED_OUT
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 20)), min_size=1, max_size=6), st.integers(0, 6))
+def test_no_process_is_given_what_another_may_use_still(holders: list[tuple[int, float]], running: int) -> None:
+    one = policy()
+    name = one.precedence[0]
+    sizing = build(one)
+    unspent = [held for held, _ in holders]
+    view = engine("a", in_flight={name: running + sum(unspent)})
+
+    found = allot(name, view, sizing, [rate for _, rate in holders], prompt_tokens=10, unspent=unspent, now_s=NOW_S)
+
+    more = sum(max(0, one.works - held) for one, held in zip(found, unspent, strict=True))
+    assert more <= room(work("w", class_name=name), view, sizing, NOW_S)
 
 
 def test_a_class_gets_no_credit_while_one_before_it_waits() -> None:
