@@ -375,7 +375,7 @@ class Steward:
                     [[_works(other, (view.name, class_name)) for view in engines] for other in others],
                     [sum(other.rates.get((view.name, class_name), 0.0) for view in engines) for other in others],
                     room=spare,
-                    most=[max(1, most) for most in holds],
+                    most=holds,
                 )
                 for session, home in zip(sessions, found, strict=True):
                     if home is not None:

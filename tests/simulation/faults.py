@@ -3,46 +3,17 @@
 Each seed first draws which *kinds* of fault it has at all, then how often. A run with every kind at once looks the same
 for every seed and hides what only shows when one fault acts alone (swarm testing: Groce et al., ISSTA 2012).
 
-`FaultyQueue` is the store behind a network: a call may be late, may never arrive, may be done while its answer is lost,
-or may be done after its caller has given up; the caller cannot tell them apart. What was sent arrives, also when its
-sender is stopped or dies meanwhile.
+A plan can also be written out (`scenes`): then single calls to the store can be made to fail as well.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
-from contextvars import Context
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeVar
 
-from gateway.queue.base import (
-    Claimed,
-    Credit,
-    Enqueued,
-    Expired,
-    GrantTaken,
-    Heard,
-    Leadership,
-    Place,
-    Queue,
-    QueueUnavailable,
-    Renewed,
-    Session,
-    SessionReport,
-    Settled,
-    Snapshot,
-    Standing,
-    Waiting,
-)
-from policies.vocabulary import Grant, Work
-from tests.simulation.invariants import InvariantBroken
 from tests.simulation.net import Link
-
-Answer = TypeVar("Answer")
 
 
 class FaultKind(StrEnum):
@@ -66,6 +37,28 @@ class FaultKind(StrEnum):
     GATEWAY_FREEZE = "gateway_freeze"
     GATEWAY_DRAIN = "gateway_drain"
     POLICY_EDIT = "policy_edit"
+
+
+class Call(StrEnum):
+    """Calls to the store, by the names of its methods."""
+
+    RENEW = "renew_session"
+    END = "end_session"
+    HEAR = "hear"
+    SWEEP = "expire_sessions"
+    LEAD = "lead"
+    RESIGN = "resign"
+    ENQUEUE = "enqueue_many"
+    PEEK = "peek"
+    CLAIM = "claim_many"
+    CREDIT = "give_credit"
+    STANDING = "standing"
+    PUBLISH = "publish"
+    SNAPSHOT = "snapshot"
+    TAKE = "take_grants"
+    REQUEUE = "requeue_many"
+    SETTLE = "settle_many"
+    TIME = "time_ms"
 
 
 class Behaviour(StrEnum):
@@ -119,6 +112,26 @@ class QueueFaults:
 
 
 @dataclass(frozen=True, slots=True)
+class CallFault:
+    """Calls of one gateway to the store go wrong: all that it sends from at_s on for for_s, at most `times`.
+
+    at_s        from the start of the load; < 0: from the gateway's start on, and for_s counts from the start of the load
+    late_s      they arrive so late; answer_late_s: and are answered so late
+    lost        they never arrive; unheard: they are done, and the answer is lost
+    """
+
+    gateway: int
+    call: Call
+    at_s: float
+    for_s: float
+    times: int = 1_000_000
+    late_s: float = 0.0
+    answer_late_s: float = 0.0
+    lost: bool = False
+    unheard: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ClientPlan:
     """One client. words: prompt length; patience_s: when it does what its behaviour says; gateway: whom it asks."""
 
@@ -153,10 +166,12 @@ class Plan:
     client_link: Link
     queue: QueueFaults
     faults: tuple[Fault, ...] = ()
+    calls: tuple[CallFault, ...] = ()
     clients: tuple[ClientPlan, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         lines = [f"  {fault.at_s:7.3f} s {fault.kind} {fault.target} for {fault.for_s:.3f} s" for fault in self.faults]
+        lines += [f"  {call}" for call in self.calls]
         return "\n".join([repr(self), *lines])
 
 
@@ -275,155 +290,6 @@ def _draw_storm(rng: random.Random) -> Plan:
         faults=_draw_faults(rng, kinds, gateways=gateways, engines=1, duration_s=duration_s),
         clients=load.draw(rng, duration_s, gateways),
     )
-
-
-class FaultyQueue:
-    """A `Queue` in front of another one; see the module header.
-
-    away   while true nothing reaches the store and nothing comes back
-    dead   the process that used it was killed: nothing is sent any more
-    credits   as the last renewal told them
-    """
-
-    def __init__(self, queue: Queue, faults: QueueFaults, rng: random.Random, *, timeout_s: float = 0.5) -> None:
-        """timeout_s: how long a caller waits for an answer that does not come. `queue` must never suspend."""
-        self.away = self.dead = False
-        self.credits: Mapping[Place, Credit] = {}
-        self._queue = queue
-        self._faults = faults
-        self._rng = rng
-        self._timeout_s = timeout_s
-        self._wire = Context()
-
-    def end_faults(self) -> None:
-        """From now on the store answers, in time."""
-        self.away = False
-        self._faults = QueueFaults()
-
-    async def renew_session(
-        self, session: Session, *, now_ms: int, valid_for_ms: int, report: SessionReport, ring: bool = False
-    ) -> Renewed | None:
-        renewed = await self._call(
-            lambda: self._queue.renew_session(
-                session, now_ms=now_ms, valid_for_ms=valid_for_ms, report=report, ring=ring
-            )
-        )
-        self.credits = {} if renewed is None else renewed.credits
-        return renewed
-
-    async def hear(self, *, now_ms: int, after_seq: int = 0) -> Heard:
-        return await self._call(lambda: self._queue.hear(now_ms=now_ms, after_seq=after_seq))
-
-    async def end_session(self, session: Session) -> Expired:
-        return await self._call(lambda: self._queue.end_session(session))
-
-    async def expire_sessions(self, *, now_ms: int, after_seq: int | None = None) -> Expired:
-        return await self._call(lambda: self._queue.expire_sessions(now_ms=now_ms, after_seq=after_seq))
-
-    async def lead(self, candidate: str, *, now_ms: int, valid_for_ms: int) -> Leadership:
-        return await self._call(lambda: self._queue.lead(candidate, now_ms=now_ms, valid_for_ms=valid_for_ms))
-
-    async def resign(self, leader: str, *, epoch: int) -> None:
-        await self._call(lambda: self._queue.resign(leader, epoch=epoch))
-
-    async def enqueue_many(
-        self, works: Sequence[Work], *, session: Session, max_queue: Mapping[str, int], now_ms: int
-    ) -> list[Enqueued]:
-        return await self._call(
-            lambda: self._queue.enqueue_many(works, session=session, max_queue=max_queue, now_ms=now_ms)
-        )
-
-    async def peek(self, *, bounds: Mapping[str, int], default_bound: int, now_ms: int) -> Waiting:
-        return await self._call(lambda: self._queue.peek(bounds=bounds, default_bound=default_bound, now_ms=now_ms))
-
-    async def claim_many(
-        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
-    ) -> list[Claimed | None]:
-        return await self._call(lambda: self._queue.claim_many(grants, now_ms=now_ms, runner=runner))
-
-    async def give_credit(self, credits: Mapping[Session, Mapping[Place, Credit]], *, epoch: int, now_ms: int) -> bool:
-        return await self._call(lambda: self._queue.give_credit(credits, epoch=epoch, now_ms=now_ms))
-
-    async def publish(self, snapshot: Snapshot, *, epoch: int, now_ms: int) -> bool:
-        return await self._call(lambda: self._queue.publish(snapshot, epoch=epoch, now_ms=now_ms))
-
-    async def snapshot(self) -> Snapshot | None:
-        return await self._call(self._queue.snapshot)
-
-    async def standing(self, *, now_ms: int) -> Standing:
-        return await self._call(lambda: self._queue.standing(now_ms=now_ms))
-
-    async def take_grants(self, session: Session, *, after_seq: int) -> list[GrantTaken]:
-        return await self._call(lambda: self._queue.take_grants(session, after_seq=after_seq))
-
-    async def requeue_many(
-        self, works: Sequence[Work], *, session: Session, now_ms: int, seqs: Sequence[int] | None = None
-    ) -> list[bool]:
-        return await self._call(lambda: self._queue.requeue_many(works, session=session, now_ms=now_ms, seqs=seqs))
-
-    async def settle_many(self, ids: Sequence[tuple[str, int]], *, session: Session, now_ms: int) -> list[Settled]:
-        return await self._call(lambda: self._queue.settle_many(ids, session=session, now_ms=now_ms))
-
-    async def time_ms(self) -> int:
-        return await self._call(self._queue.time_ms)
-
-    async def bell(self, session: Session | None) -> AsyncIterator[None]:
-        rings = self._queue.bell(session)
-        assert isinstance(rings, AsyncGenerator), "only a generator can be closed by whoever stops listening"
-        async with aclosing(rings):
-            async for _ in rings:
-                if not self.away and self._rng.random() >= self._faults.bell_lost_p:
-                    yield
-
-    async def close(self) -> None:
-        """The store belongs to whoever made it."""
-
-    async def _call(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        if self.dead:
-            raise QueueUnavailable("the process was killed")
-        loop, faults = asyncio.get_running_loop(), self._faults
-        answer: asyncio.Future[Answer] = loop.create_future()
-        there_s, back_s = self._delay_s(), self._delay_s()
-        lost = self._rng.random() < faults.request_lost_p or self.away
-        unheard = self._rng.random() < faults.reply_lost_p
-
-        def arrive() -> None:
-            if not lost and not self.away:
-                told = _told(call())
-                if not unheard:
-                    loop.call_later(back_s, return_, told, context=self._wire)
-
-        def return_(told: Callable[[asyncio.Future[Answer]], None]) -> None:
-            if not self.away and not answer.done():
-                told(answer)
-
-        loop.call_later(there_s, arrive, context=self._wire)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await answer
-        except TimeoutError:
-            raise QueueUnavailable("the store did not answer in time") from None
-
-    def _delay_s(self) -> float:
-        faults = self._faults
-        if faults.late_p and self._rng.random() < faults.late_p:
-            return self._rng.uniform(0, faults.late_max_s)
-        return self._rng.uniform(0, faults.delay_max_s)
-
-
-def _told(call: Awaitable[Answer]) -> Callable[[asyncio.Future[Answer]], None]:
-    """Have a store that never suspends do a call now; returns how to tell a future of what came of it."""
-    try:
-        next(call.__await__())
-    except StopIteration as done:
-        result: Answer = done.value
-        return lambda answer: answer.set_result(result)
-    except InvariantBroken:
-        raise  # whether or not anybody would hear of it
-    except Exception as error:  # a refusal is an answer too
-        failed = error
-        return lambda answer: answer.set_exception(failed)
-    raise RuntimeError("the store suspended: expected one in memory")
 
 
 def _draw_link(rng: random.Random) -> Link:

@@ -1,8 +1,8 @@
-"""Look for storms that catch each mutant: `python -m tests.simulation.find_seeds [name ...] [--upto 60] [--late] [--with KIND]`.
+"""Look for storms that catch each mutant: `python -m tests.simulation.find_seeds [name ...] [--upto 60] [--late] [--with FAULT]`.
 
 Names are beginnings of mutants' names; without any, all that are `SOUGHT`. Prints for each the seeds that catch it with the seconds of processor time they
-took and what they saw; the cheapest goes into `mutants`. Seeds can be narrowed to what a mutant needs: calls that come
-late, kinds of fault.
+took and what they saw; the cheapest goes into `mutants`. The runs are of the mutant's own kind, or of `--kind`, a scene's name
+for one. Seeds of storms can be narrowed to what a mutant needs: calls that come late, kinds of fault.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--upto", type=int, default=60)
     parser.add_argument("--want", type=int, default=1)
+    parser.add_argument("--kind")
     parser.add_argument("--late", action="store_true")
     parser.add_argument("--with", dest="kinds", type=FaultKind, action="append", default=[])
     arguments = parser.parse_args()
@@ -34,7 +35,7 @@ def main() -> None:
     names = tuple(arguments.names)
     for mutant in (*MUTANTS, *SOUGHT):
         if mutant.name.startswith(names) if names else mutant in SOUGHT:
-            _search(mutant, seeds, arguments.want)
+            _search(mutant, seeds, arguments.want, arguments.kind or mutant.scene)
 
 
 def _fits(seed: int, *, late: bool, kinds: Iterable[FaultKind]) -> bool:
@@ -42,19 +43,19 @@ def _fits(seed: int, *, late: bool, kinds: Iterable[FaultKind]) -> bool:
     return (plan.queue == LATE or not late) and set(kinds) <= {fault.kind for fault in plan.faults}
 
 
-def _search(mutant: Mutant, seeds: list[int], want: int) -> None:
+def _search(mutant: Mutant, seeds: list[int], want: int, kind: str) -> None:
     found = 0
     for seed in seeds:
         begun_s = time.process_time()
-        error = caught(mutant, seed)
+        error = caught(mutant, seed, kind)
         if error is not None:
             found += 1
             took_s = time.process_time() - begun_s
             name = broken.name if (broken := breaks(error)) else type(error).__name__
-            print(f"{mutant}: seed {seed}, {name} ({took_s:.1f} s): {error!s:.200}", flush=True)
+            print(f"{mutant}: {kind} {seed}, {name} ({took_s:.1f} s): {error!s:.200}", flush=True)
             if found == want:
                 return
-    print(f"{mutant}: {found} of {len(seeds)}", flush=True)
+    print(f"{mutant}: {found} of {len(seeds)} of {kind}", flush=True)
 
 
 if __name__ == "__main__":

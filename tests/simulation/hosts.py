@@ -20,7 +20,8 @@ from gateway.ingress.server import Service
 from gateway.queue.base import InFlight, Place
 from gateway.settings import EngineSettings, Settings, Timeouts
 from policies.vocabulary import Decision, EngineState, Outcome
-from tests.simulation.faults import FaultyQueue
+from tests.simulation.faults import CallFault
+from tests.simulation.faulty_queue import FaultyQueue, Spoiled
 from tests.simulation.invariants import Invariant
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class GatewayHost:
         self._world = world
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._spoiled: list[Spoiled] = []
         self.queue = self._new_queue()
         self._accepted: set[str] = set()
 
@@ -197,6 +199,13 @@ class GatewayHost:
         self.cut += by
         self.queue.away = self.cut > 0
 
+    def spoil(self, fault: CallFault) -> None:
+        """From now on these calls go wrong, also those of a process that is started meanwhile."""
+        self._spoiled.append(Spoiled(fault, fault.times))
+
+    def mend(self, fault: CallFault) -> None:
+        self._spoiled[:] = [one for one in self._spoiled if one.fault is not fault]
+
     def end_faults(self) -> None:
         self.queue.end_faults()
 
@@ -208,7 +217,8 @@ class GatewayHost:
 
     def _new_queue(self) -> FaultyQueue:
         world = self._world
-        queue = FaultyQueue(world.store, world.plan.queue, random.Random(world.loop.rng.random()))
+        rng = random.Random(world.loop.rng.random())
+        queue = FaultyQueue(world.store, world.plan.queue, rng, spoiled=self._spoiled)
         queue.away = self.cut > 0
         return queue
 

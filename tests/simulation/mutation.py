@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -35,10 +36,11 @@ class Mutant:
 
     name      says what the gateway does without it
     where     module:Class.function, or module:CONSTANT
-    check     text in that function that does the check; for a constant, what it is (shown only)
+    check     text in that function that does the check; for a constant, what it is
     without   what stands there instead; for a constant, the value as Python text
     breaks    what the simulation finds broken; None: nothing yet
-    seed      a storm in which it does
+    seed      of a run in which it does
+    scene     the kind of that run
     """
 
     name: str
@@ -47,6 +49,7 @@ class Mutant:
     without: str
     breaks: Invariant | None
     seed: int
+    scene: str = Kind.STORM
 
     def __str__(self) -> str:
         return self.name
@@ -62,14 +65,20 @@ def mutated(mutant: Mutant) -> Iterator[None]:
         owner = getattr(owner, one)
     found = inspect.getattr_static(owner, name)
     with pytest.MonkeyPatch.context() as patch:
-        if isinstance(found, int | float | str):
+        if isinstance(found, int | float):
+            if found != type(found)(mutant.check):
+                raise LookupError(
+                    f"mutant {mutant.name!r}: {mutant.where} is {found}, expected {mutant.check}; write it anew"
+                )
             patch.setattr(owner, name, type(found)(mutant.without))
         else:
-            patch.setattr(owner, name, _edited(found, mutant))
+            # Its code and not the function: other modules may have imported it by name.
+            function = _plain(found)
+            patch.setattr(function, "__code__", _edited(function, mutant))
         yield
 
 
-def caught(mutant: Mutant, seed: int, kind: Kind = Kind.STORM) -> BaseException | None:
+def caught(mutant: Mutant, seed: int, kind: str) -> BaseException | None:
     """What a seed shows of the mutant; None when it passes."""
     found: BaseException | None = None
     with mutated(mutant), tempfile.TemporaryDirectory() as folder, _abandoning():
@@ -100,8 +109,7 @@ def breaks(error: BaseException | None) -> Invariant | None:
     return error.invariant if isinstance(error, InvariantBroken) else None
 
 
-def _edited(found: Any, mutant: Mutant) -> Any:
-    function: Any = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+def _edited(function: Any, mutant: Mutant) -> CodeType:
     source = textwrap.dedent(inspect.getsource(function))
     times = source.count(mutant.check)
     if times != 1:
@@ -112,4 +120,10 @@ def _edited(found: Any, mutant: Mutant) -> Any:
     local: dict[str, Any] = {}
     code = "from __future__ import annotations\n" + source.replace(mutant.check, mutant.without)
     exec(compile(code, f"<{mutant.name}>", "exec"), function.__globals__, local)  # noqa: S102
-    return local[function.__name__]
+    edited: CodeType = _plain(local[function.__name__]).__code__
+    return edited
+
+
+def _plain(found: Any) -> Any:
+    """The function that a property or a class method is made of."""
+    return found.fget if isinstance(found, property) else getattr(found, "__func__", found)

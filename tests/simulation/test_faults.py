@@ -12,7 +12,8 @@ import pytest
 from gateway.queue.base import QueueUnavailable, Session, SessionReport
 from gateway.queue.memory_queue import MemoryQueue
 from policies.vocabulary import Work
-from tests.simulation.faults import FaultyQueue, QueueFaults
+from tests.simulation.faults import QueueFaults
+from tests.simulation.faulty_queue import FaultyQueue
 from tests.simulation.loop import SimLoop, run
 
 SESSION = Session("owner", 1)

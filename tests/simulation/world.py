@@ -25,12 +25,13 @@ from gateway.control.presence import SESSION_VALID_S
 from gateway.replay.loop import Unhandled
 from policies.vocabulary import EngineState
 from tests.simulation.client import ScriptedClient, seen_of
-from tests.simulation.faults import Behaviour, ClientPlan, Fault, FaultKind, Kind, Plan, draw_plan
+from tests.simulation.faults import Behaviour, CallFault, ClientPlan, Fault, FaultKind, Kind, Plan, draw_plan
 from tests.simulation.hosts import PUBLIC_PORT, TIMEOUTS, WALL_OFFSET_S, EngineHost, GatewayHost
 from tests.simulation.invariants import EngineLook, Invariant, InvariantBroken, Invariants, Look, Seen
 from tests.simulation.loop import SimLoop, run
 from tests.simulation.net import LOCAL
 from tests.simulation.reach import Reach
+from tests.simulation.scenes import SCENES
 from tests.simulation.store import WatchedStore
 
 CLIENTS = "clients"
@@ -82,15 +83,16 @@ class Report:
     results: Mapping[str, int]
 
 
-def simulate(seed: int, folder: Path, kind: Kind = Kind.SINGLE) -> Report:
+def simulate(seed: int, folder: Path, kind: str = Kind.SINGLE) -> Report:
     """Run one seed. A failure says in one line how to repeat it; with HEADRACE_PLAN set, the plan too.
 
     folder   for its policy file
+    kind     a `Kind`, whose plan the seed draws, or the name of a scene
     """
     plans: list[Plan] = []
 
     async def main(loop: SimLoop) -> Report:
-        plan = draw_plan(loop.rng, kind)
+        plan = SCENES[kind] if kind in SCENES else draw_plan(loop.rng, Kind(kind))
         plans.append(plan)
         return await World(loop, plan, folder).run()
 
@@ -140,6 +142,9 @@ class World:
             self.network.set_link(name, CLIENTS, plan.client_link)
             for engine in self.engines:
                 self.network.set_link(name, engine, plan.engine_link)
+        for call in plan.calls:
+            if call.at_s < 0:
+                self.gateways[f"gateway-{call.gateway}"].spoil(call)
         self._reach = Reach(self.store)
         self._one_fault_at: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._windows: list[tuple[float, int, int]] = []
@@ -190,6 +195,8 @@ class World:
                 group.create_task(self._play_client(client), name=f"client {client.number}")
             for fault in self.plan.faults:
                 group.create_task(self._play_fault(fault), name=f"{fault.kind} at {fault.at_s:.3f}")
+            for call in self.plan.calls:
+                group.create_task(self._play_call_fault(call), name=f"{call.call} at {call.at_s:.3f}")
             group.create_task(asyncio.sleep(self.plan.duration_s))
 
     async def _liveness(self) -> None:
@@ -318,6 +325,14 @@ class World:
         await asyncio.sleep(fault.at_s)
         async with self._one_fault_at[fault.target], self._in_force(fault):
             await asyncio.sleep(fault.for_s)
+
+    async def _play_call_fault(self, fault: CallFault) -> None:
+        host = self.gateways[f"gateway-{fault.gateway}"]
+        if fault.at_s >= 0:
+            await asyncio.sleep(fault.at_s)
+            host.spoil(fault)
+        await asyncio.sleep(fault.for_s)
+        host.mend(fault)
 
     @asynccontextmanager
     async def _in_force(self, fault: Fault) -> AsyncIterator[None]:

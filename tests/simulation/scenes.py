@@ -1,0 +1,298 @@
+"""Runs whose faults are written out instead of drawn: each aims at one meeting of faults that a storm seldom has.
+
+A scene is a plan like any other; what is left to the seed are clocks, beats and the order of what comes at once. A gateway
+must pass every scene, and the mutants that name one must not. gateway-1 is started first and leads.
+
+About the load: a work holds its place for about HOLD_S of its tokens, and windows are small, so that a place too many
+shows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tests.simulation.faults import (
+    STORM_SPEED,
+    Behaviour,
+    Call,
+    CallFault,
+    ClientPlan,
+    Fault,
+    FaultKind,
+    Plan,
+    QueueFaults,
+)
+from tests.simulation.net import Link
+
+SHORT, MIDDLE, LONG, VERY_LONG = 2, 8, 24, 100
+"""Tokens of works that hold their places for about 0.5, 2, 6 and 23 s."""
+BEFORE = -1.0
+"""For calls: from the gateway's start on."""
+
+
+def _plan(
+    duration_s: float,
+    *,
+    gateways: int,
+    window: int,
+    clients: Iterable[Iterable[ClientPlan]] = (),
+    faults: Iterable[Fault] = (),
+    calls: Iterable[CallFault] = (),
+    engines: int = 1,
+    max_queue: int = 1000,
+) -> Plan:
+    numbered = [one for group in clients for one in group]
+    return Plan(
+        duration_s=duration_s,
+        gateways=gateways,
+        engines=engines,
+        seats=64,
+        engine_speed=STORM_SPEED,
+        interactive_window=window,
+        bulk_window=1,
+        max_queue=max_queue,
+        sole=False,
+        engine_link=Link(),
+        client_link=Link(),
+        queue=QueueFaults(),
+        faults=tuple(faults),
+        calls=tuple(calls),
+        clients=tuple(
+            ClientPlan(
+                number,
+                one.at_s,
+                one.behaviour,
+                one.class_name,
+                one.stream,
+                1,
+                one.max_tokens,
+                one.patience_s,
+                one.gateway,
+            )
+            for number, one in enumerate(numbered)
+        ),
+    )
+
+
+def _clients(
+    gateway: int,
+    at_s: float,
+    count: int,
+    tokens: int,
+    *,
+    every_s: float = 0.01,
+    behaviour: Behaviour = Behaviour.PATIENT,
+    patience_s: float = 0.0,
+) -> list[ClientPlan]:
+    """So many clients of one gateway, one after the other."""
+    return [
+        ClientPlan(0, at_s + number * every_s, behaviour, "interactive", True, 1, tokens, patience_s, gateway)
+        for number in range(count)
+    ]
+
+
+def _cut(gateway: int, at_s: float, for_s: float) -> Fault:
+    return Fault(FaultKind.QUEUE_CUT, at_s, for_s, f"queue of gateway-{gateway}")
+
+
+def _on(kind: FaultKind, gateway: int, at_s: float, for_s: float) -> Fault:
+    return Fault(kind, at_s, for_s, f"gateway-{gateway}")
+
+
+OTHERS = (2, 3, 4, 5)
+
+SCENES: Mapping[str, Plan] = {
+    # No fault at all: clients of three gateways come at the same moments, at about the rate that the window serves.
+    "in_step": _plan(
+        5.0, gateways=3, window=6, clients=[_clients(gateway, 0.4, 9, LONG, every_s=0.5) for gateway in (1, 2, 3)]
+    ),
+    # No fault either: an engine that holds one work for two gateways.
+    "one_place": _plan(4.0, gateways=2, window=1, clients=[_clients(1, 0.5, 2, MIDDLE), _clients(2, 1.0, 2, SHORT)]),
+    # A leader whose calls to lead are answered late, and then no more.
+    "late_lead": _plan(
+        8.0,
+        gateways=5,
+        window=4,
+        clients=[_clients(2, 0.5, 3, MIDDLE)],
+        calls=[
+            CallFault(1, Call.LEAD, 1.0, 2.0, answer_late_s=0.45),
+            CallFault(1, Call.LEAD, 3.0, 4.5, lost=True),
+        ],
+    ),
+    # Clocks as far apart as they may be, and a leader that is cut off.
+    "clocks_apart": _plan(
+        8.0,
+        gateways=5,
+        window=4,
+        clients=[_clients(2, 0.5, 3, MIDDLE)],
+        calls=[
+            CallFault(1, Call.TIME, BEFORE, 7.5, answer_late_s=0.17),
+            *(CallFault(other, Call.TIME, BEFORE, 7.5, late_s=0.17) for other in OTHERS),
+            CallFault(1, Call.LEAD, 3.0, 4.5, lost=True),
+        ],
+    ),
+    # Clocks farther apart than that.
+    "clocks_wrong": _plan(
+        8.0,
+        gateways=5,
+        window=4,
+        clients=[_clients(2, 0.5, 3, MIDDLE)],
+        calls=[
+            CallFault(1, Call.TIME, BEFORE, 7.5, answer_late_s=0.17),
+            *(CallFault(other, Call.TIME, BEFORE, 7.5, late_s=0.47) for other in OTHERS),
+            CallFault(1, Call.LEAD, 3.0, 4.5, lost=True),
+        ],
+    ),
+    # A leader leaves, and its word comes when another leads.
+    "late_resign": _plan(
+        10.0,
+        gateways=5,
+        window=4,
+        clients=[_clients(2, 0.5, 3, MIDDLE)],
+        faults=[_on(FaultKind.GATEWAY_DRAIN, 1, 1.0, 8.0)],
+        calls=[CallFault(1, Call.RESIGN, 0.5, 5.0, late_s=2.9)],
+    ),
+    # A process with a long queue is stopped until its session is over.
+    "stopped_owner": _plan(
+        28.0,
+        gateways=2,
+        window=3,
+        clients=[_clients(2, 0.5, 18, LONG), _clients(1, 0.6, 2, LONG)],
+        faults=[_on(FaultKind.GATEWAY_FREEZE, 2, 3.0, 7.0)],
+    ),
+    # A leader reads the queue while it is stopped, and decides when another has.
+    "stopped_leader": _plan(
+        14.0,
+        gateways=2,
+        window=3,
+        clients=[_clients(1, 0.5, 12, MIDDLE), _clients(2, 0.5, 8, MIDDLE)],
+        faults=[_on(FaultKind.GATEWAY_FREEZE, 1, 3.0, 5.0)],
+        calls=[CallFault(1, Call.PEEK, 1.0, 6.0, late_s=0.2, answer_late_s=0.2)],
+    ),
+    # A process holds credit and does not hear that it ended; the leader gives the room to others.
+    "credit_unheard": _plan(
+        12.0,
+        gateways=2,
+        window=12,
+        clients=[
+            _clients(2, 0.2, 12, SHORT, every_s=0.22),
+            _clients(1, 3.1, 20, VERY_LONG),
+            _clients(2, 4.6, 14, MIDDLE, every_s=0.2),
+        ],
+        calls=[CallFault(2, Call.RENEW, 3.0, 6.0, unheard=True)],
+    ),
+    # Credit is not renewed since others wait, and is used to its end.
+    "credit_to_its_end": _plan(
+        10.0,
+        gateways=2,
+        window=12,
+        clients=[
+            _clients(2, 0.2, 12, SHORT, every_s=0.22),
+            _clients(1, 3.1, 20, VERY_LONG),
+            _clients(2, 3.3, 14, MIDDLE, every_s=0.15),
+        ],
+    ),
+    # A process is cut off for long while both sides are wanted.
+    "long_cut": _plan(
+        38.0,
+        gateways=2,
+        window=8,
+        clients=[_clients(2, 0.2, 70, MIDDLE, every_s=0.5), _clients(1, 3.0, 40, MIDDLE, every_s=0.8)],
+        faults=[_cut(2, 4.0, 30.0)],
+    ),
+    # A process that is cut off has all the works, and the leader many that wait.
+    "cut_with_all": _plan(
+        24.0,
+        gateways=2,
+        window=6,
+        clients=[_clients(2, 0.2, 6, LONG), _clients(2, 4.0, 20, LONG), _clients(1, 3.0, 16, LONG)],
+        faults=[_cut(2, 4.2, 14.0)],
+    ),
+    # Grants are not read until they have expired.
+    "expired_grant": _plan(
+        16.0,
+        gateways=2,
+        window=4,
+        clients=[_clients(2, 0.5, 10, MIDDLE), _clients(1, 0.6, 4, MIDDLE)],
+        calls=[
+            CallFault(2, Call.TAKE, 1.0, 6.5, lost=True),
+            CallFault(2, Call.REQUEUE, 7.0, 1.0, lost=True),
+        ],
+    ),
+    # Claims are made, and the leader does not hear of it: once, and twice.
+    "claims_unheard": _plan(
+        12.0,
+        gateways=2,
+        window=3,
+        clients=[_clients(2, 0.5, 10, MIDDLE), _clients(1, 0.6, 6, MIDDLE)],
+        calls=[
+            *(CallFault(1, Call.CLAIM, 1.0 + at, 0.9, times=1, unheard=True) for at in range(4)),
+            *(CallFault(1, Call.CLAIM, 5.0 + at, 0.9, times=2, unheard=True) for at in range(4)),
+        ],
+    ),
+    # Claims arrive late, after their caller has repeated them and after they were decided anew.
+    "claims_late": _plan(
+        14.0,
+        gateways=2,
+        window=3,
+        clients=[_clients(2, 0.5, 10, MIDDLE), _clients(1, 0.6, 8, MIDDLE)],
+        calls=[
+            CallFault(1, Call.CLAIM, 1.0 + 1.5 * at, 1.4, times=1 + at % 3, late_s=0.6 + 0.3 * at) for at in range(6)
+        ],
+    ),
+    # Works are written late, after their clients have gone.
+    "late_enqueue": _plan(
+        8.0,
+        gateways=2,
+        window=1,
+        max_queue=3,
+        clients=[
+            _clients(1, 0.5, 3, LONG),
+            _clients(2, 1.0, 6, SHORT, every_s=0.2, behaviour=Behaviour.LEAVES_BEFORE_HEAD, patience_s=0.4),
+            _clients(2, 1.1, 4, SHORT, every_s=0.2),
+        ],
+        calls=[CallFault(2, Call.ENQUEUE, 0.9, 1.6, late_s=2.5)],
+    ),
+    # The leader dies while another process starts what it was allowed and granted, and cannot report it.
+    "killed_leader_credit": _plan(
+        14.0,
+        gateways=3,
+        window=12,
+        clients=[
+            _clients(3, 0.2, 16, SHORT, every_s=0.22),
+            _clients(3, 5.0, 6, LONG, every_s=0.08),
+            _clients(2, 5.5, 20, VERY_LONG),
+        ],
+        faults=[_on(FaultKind.GATEWAY_CRASH, 1, 4.0, 9.0)],
+        calls=[CallFault(3, Call.RENEW, 3.9, 4.5, lost=True)],
+    ),
+    "killed_leader_grants": _plan(
+        14.0,
+        gateways=3,
+        window=5,
+        clients=[
+            _clients(3, 0.5, 10, LONG, every_s=0.1),
+            _clients(2, 0.6, 12, LONG, every_s=0.1),
+            _clients(1, 0.5, 4, SHORT),
+        ],
+        faults=[_on(FaultKind.GATEWAY_CRASH, 1, 4.0, 9.0)],
+        calls=[CallFault(3, Call.RENEW, 1.0, 7.0, lost=True)],
+    ),
+    # The store is away for longer than a session, with windows full on both sides.
+    "store_away": _plan(
+        24.0,
+        gateways=3,
+        window=6,
+        clients=[_clients(gateway, 0.4, 12, LONG, every_s=0.5) for gateway in (1, 2, 3)],
+        faults=[Fault(FaultKind.QUEUE_AWAY, 4.0, 7.0, "queue")],
+    ),
+    # The store loses everything while windows are full.
+    "flushes": _plan(
+        24.0,
+        gateways=3,
+        window=6,
+        clients=[_clients(gateway, 0.4, 16, MIDDLE, every_s=0.5) for gateway in (1, 2, 3)],
+        faults=[Fault(FaultKind.QUEUE_FLUSH, at_s, 0.0, "queue") for at_s in (3.0, 7.3, 12.1)],
+    ),
+}
+"""By the names that tell in `make simulate KIND=late_lead SEED=1`."""
