@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-BENCHMARKS = ("fidelity", "scheduling", "curve")
+BENCHMARKS = ("fidelity", "scheduling", "curve", "real")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -34,7 +34,9 @@ def real(*, model: str) -> list[str]:
 
 
 @asynccontextmanager
-async def engine_process(name: str, module_and_args: Sequence[str], log_dir: Path) -> AsyncIterator[str]:
+async def engine_process(
+    name: str, module_and_args: Sequence[str], log_dir: Path, *, start_s: float = START_S
+) -> AsyncIterator[str]:
     """Run `python -m MODULE ARGS`, yield its URL, and end it. Raises EngineDidNotStart."""
     log = log_dir / f"{name}.log"
     with log.open("wb") as stderr:
@@ -42,7 +44,7 @@ async def engine_process(name: str, module_and_args: Sequence[str], log_dir: Pat
             sys.executable, "-m", *module_and_args, stdout=PIPE, stderr=stderr, start_new_session=True
         )
     try:
-        url = await _url_of(process, name, log)
+        url = await _url_of(process, name, log, start_s)
         drain = asyncio.get_running_loop().create_task(_drain(process))
         try:
             yield url
@@ -53,16 +55,16 @@ async def engine_process(name: str, module_and_args: Sequence[str], log_dir: Pat
         await _end(process)
 
 
-async def _url_of(process: Process, name: str, log: Path) -> str:
+async def _url_of(process: Process, name: str, log: Path, start_s: float) -> str:
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(start_s):
             while line := await process.stdout.readline():
                 if match := _LISTENING.search(line):
                     return match[1].decode()
     except TimeoutError:
         raise EngineDidNotStart(
-            f"engine {name}: silent for {START_S:g} s; its last words: {_last_words(log)}"
+            f"engine {name}: silent for {start_s:g} s; its last words: {_last_words(log)}"
         ) from None
     raise EngineDidNotStart(f"engine {name}: ended instead of listening; its last words: {_last_words(log)}")
 

@@ -16,12 +16,12 @@ from typing import Any, Self
 
 import httpx
 
+from gateway.bench import vllm_cpu
+from gateway.bench.vllm_cpu import START_S
 from tests.end_to_end.engine_process import free_port
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv" / "vllm"
 MODEL = "tiny"
-START_S = 600.0
-"""25 s on two idle cores."""
 SEATS = 4
 
 
@@ -48,23 +48,11 @@ class RealVllm:
 
     async def start(self) -> None:
         """Start it at its address, and wait until it is ready."""
-        python = ENVIRONMENT / "bin" / "python"
-        assert python.exists(), f"no vLLM at {ENVIRONMENT}; run: make test-engines"
-        environ = {
-            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        where = ("--host", "127.0.0.1", "--port", str(self.port))
-        what = ("--model", str(ENVIRONMENT / MODEL), "--served-model-name", MODEL, "--enforce-eager")
+        assert not vllm_cpu.missing(ENVIRONMENT), f"no vLLM at {ENVIRONMENT}; run: {vllm_cpu.REMEDY}"
+        environ = {**vllm_cpu.variables(os.environ), "VLLM_SERVER_DEV_MODE": "1"}
         with self._log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(str(python), "-m", "vllm.entrypoints.openai.api_server", *what, *where, *self._flags),
+                *vllm_cpu.command(MODEL, self.port, *self._flags, environment=ENVIRONMENT),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
