@@ -30,6 +30,7 @@ from tests.end_to_end.scripted_engine import (
     hello,
     stream,
 )
+from tests.end_to_end.two_gateways import holders
 from tests.gateway.ingress.raw_client import Answer, RawClient, request
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.many]
@@ -426,6 +427,45 @@ async def test_an_engine_that_resets_everything_gets_next_to_nothing_within_seco
     assert set(statuses) == {200}
     assert len(bad.requests) <= 30
     assert (falls >= 1, shown) == (True, 1)
+
+
+async def test_an_engine_that_broke_one_worker_s_answers_is_out_for_the_other_worker_too(
+    start_gateway: StartGateway,
+) -> None:
+    async with AsyncExitStack() as stack:
+        bad, good = [await stack.enter_async_context(ScriptedEngine()) for _ in range(2)]
+        gateway = await stack.enter_async_context(start_gateway(f"{engines_yaml(bad, good)}{IN_SECONDS}workers: 2\n"))
+        await gateway.until_ready()
+        pids = [int(worker["pid"]) for worker in (await gateway.status())["workers"]]
+        clients: dict[int, list[RawClient]] = {pid: [] for pid in pids}
+        while not all(clients.values()):
+            client = await stack.enter_async_context(RawClient(gateway.port))
+            assert (await client.ask(chat(max_tokens=4))).status == 200
+            clients[holders(gateway.port, pids)[client.local_port]].append(client)
+        breaking, other = (clients[pid][0] for pid in pids)
+        bad.play = BAD_BEFORE_ANY_BYTE["reset"]
+
+        async def broke() -> bool:
+            await breaking.ask(chat(max_tokens=4))
+            return await _is_out(gateway, "e0", "failing")
+
+        async def heard() -> bool:
+            """The other worker follows what the decider published, a moment later."""
+            before = len(bad.requests)
+            told.extend([await other.ask(chat(max_tokens=4)) for _ in range(10)])
+            return len(bad.requests) == before
+
+        told: list[Answer] = []
+        await eventually(broke, within_s=20.0)
+        broken = len(bad.requests)
+        await eventually(heard, within_s=5.0)
+        before = len(bad.requests)
+        answers = [await other.ask(chat(max_tokens=4)) for _ in range(30)]
+        after = len(bad.requests)
+
+    assert broken >= 5
+    assert {(one.status, one.one("x-headrace-engine")) for one in told + answers} == {(200, "e1")}
+    assert after == before
 
 
 async def test_when_every_engine_fails_none_leaves_and_none_is_asked_twice_for_everything(

@@ -155,14 +155,18 @@ async def test_later_urgent_requests_go_before_earlier_bulk_inside_vllm(served: 
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=gateway.public_url, timeout=120))
         alone = Stand(gateway, served.vllm, client)
         await eventually(lambda: alone.has_state("up"), within_s=60)
-        bulk = streams(alone, 12, 800, **{"x-headrace-class": "bulk"})
-        await until_on_vllm(alone, bulk, SEATS)
-        urgent = streams(alone, 2, 20, **{"x-headrace-class": "interactive"})
+        # Seats that we do not know to be taken, so that ours wait inside vLLM; the first of them is free long before the others.
+        foreign = [asyncio.create_task(read(served.vllm.http, tokens)) for tokens in (1000, 1900, 1900, 1900)]
+        await until_on_vllm(served, foreign, SEATS)
+        bulk = streams(alone, SEATS - 1, 200, **{"x-headrace-class": "bulk"})
+        await eventually(lambda: has_waiting(served, SEATS - 1), within_s=60)
+        (urgent,) = streams(alone, 1, 20, **{"x-headrace-class": "interactive"})
 
-        ends = [end for _, end in await asyncio.gather(*bulk)]
-        urgent_ends = [end for _, end in await asyncio.gather(*urgent)]
+        _, urgent_end_s = await urgent
+        bulk_ends_s = [end_s for _, end_s in await asyncio.gather(*bulk)]
+        await asyncio.gather(*foreign)
 
-    assert sum(end < max(urgent_ends) for end in ends) <= 2 * SEATS
+    assert urgent_end_s < min(bulk_ends_s)
 
 
 async def test_a_paused_vllm_gets_no_work_and_goes_on_where_it_was(served: Stand) -> None:
