@@ -66,9 +66,7 @@ def parse_engine(text: str) -> EngineSettings:
     return engine_at(match["url"], name=match["name"], kind=match["kind"] or "auto")
 
 
-def engine_at(
-    url: str, *, name: str | None = None, kind: str = "auto", api_key: str | None = None, pool: str = "default"
-) -> EngineSettings:
+def engine_at(url: str, *, name: str | None = None, kind: str = "auto", api_key: str | None = None) -> EngineSettings:
     """An engine at a URL in any accepted form; without a name, host, port and prefix are its name.
 
     Raises AddressError.
@@ -77,7 +75,7 @@ def engine_at(
         raise AddressError(f"engine kind {kind!r}: expected one of {', '.join(ENGINE_KINDS)}")
     url = normalise_url(url)
     name = url.partition("://")[2] if name is None else check_name(name)
-    return EngineSettings(name=name, url=url, kind=kind, api_key=api_key, pool=pool)
+    return EngineSettings(name=name, url=url, kind=kind, api_key=api_key)
 
 
 def check_name(name: str) -> str:

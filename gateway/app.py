@@ -85,7 +85,6 @@ from policies.placement import eligible
 from policies.schema import Policy
 from policies.vocabulary import Decision, EngineState, EngineView, Outcome
 
-POOL = "default"
 FIRST_POLL_S = 3.0
 HEARD_WAIT_S = 5.0
 """For somebody to lead (after a validity of 2 s when the store is new) and to hear an engine; after that, without."""
@@ -321,9 +320,11 @@ class Gateway:
         if url is None:
             self._valkey = await stack.enter_async_context(EmbeddedValkey(self.settings.state_dir, log=self._log))
             url = self._valkey.url
-        queue = open_queue(url, log=self._log, rng=self._rng, on_call=self.telemetry.redis_call)
+        queue = open_queue(
+            url, pool=self.settings.pool, log=self._log, rng=self._rng, on_call=self.telemetry.redis_call
+        )
         stack.push_async_callback(queue.close)
-        self._answers = RedisAnswers(connect(url, pool=POOL), POOL)
+        self._answers = RedisAnswers(connect(url, pool=self.settings.pool), self.settings.pool)
         stack.push_async_callback(self._answers.close)
         try:
             warning = await queue.eviction_warning()
@@ -544,8 +545,8 @@ class Gateway:
         telemetry.set(CONNECTIONS, self.ingress.open_connections)
         telemetry.set(BODIES_HELD, self.ingress.bodies_held_bytes)
         telemetry.set(REDIS_UP, int(self.presence.connected and not self.presence.failing))
-        telemetry.set(LEADER, int(self.presence.leads), POOL)
-        telemetry.set(LEADER_EPOCH, self.presence.epoch or None, POOL)
+        telemetry.set(LEADER, int(self.presence.leads), self.settings.pool)
+        telemetry.set(LEADER_EPOCH, self.presence.epoch or None, self.settings.pool)
         telemetry.set(CLOCK_ERROR, self._clock.error_s)
 
     def _drift(self, engine: str) -> float | None:
@@ -673,6 +674,6 @@ class _Background:
             await self._group.__aexit__(None, None, None)
 
 
-def open_queue(url: str, *, log: Log, rng: random.Random, on_call: OnCall | None = None) -> RedisQueue:
+def open_queue(url: str, *, pool: str, log: Log, rng: random.Random, on_call: OnCall | None = None) -> RedisQueue:
     """The pool's queue in a store; its owner closes it."""
-    return RedisQueue(connect(url), pool=POOL, log=log, rng=rng, on_call=on_call)
+    return RedisQueue(connect(url, pool=pool), pool=pool, log=log, rng=rng, on_call=on_call)

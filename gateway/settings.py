@@ -30,7 +30,7 @@ class GpuSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One engine. kind is "auto" (probe it) or an adapter's name; pool names the pool that decides for it.
+    """One engine. kind is "auto" (probe it) or an adapter's name.
 
     metrics_url      where its metrics are, if not at url, without /metrics
     priority         it was started so that a request's `priority` has an effect; None: only where the engine says so
@@ -44,7 +44,6 @@ class EngineSettings:
     url: str
     kind: str = "auto"
     api_key: str | None = field(default=None, repr=False)
-    pool: str = "default"
     metrics_url: str | None = None
     priority: bool | None = None
     gpu: GpuSettings = GpuSettings()
@@ -138,6 +137,8 @@ class TracesSettings:
 class Settings:
     """The whole of it. `redis_url` None: a private Valkey is started (gateway.queue.embedded).
 
+    pool               what is decided together: gateways of one store and one pool share queue and engines; any other
+                       pool in the same store has its own
     mount_path         prefix under which the public listener is mounted, e.g. "/llm"; "" for none
     aliases            client's model name -> engine's model name
     trust_forwarded    keep X-Forwarded-* of clients (only behind a proxy of yours)
@@ -153,6 +154,7 @@ class Settings:
     admin_listen: str = "127.0.0.1:8081"
     metrics_listen: str | None = None
     redis_url: str | None = field(default=None, repr=False)
+    pool: str = "default"
     state_dir: Path = Path(".headrace")
     engines: tuple[EngineSettings, ...] = ()
     policy_file: Path | None = None

@@ -247,7 +247,7 @@ def _engine(entry: EngineEntry, environ: Mapping[str, str], folder: Path) -> Eng
     api_key = entry.api_key.get_secret_value() if entry.api_key is not None else None
     if entry.api_key_env is not None:
         api_key = environ[entry.api_key_env]
-    engine = engine_at(entry.url, name=entry.name, kind=entry.kind, api_key=api_key, pool=entry.pool)
+    engine = engine_at(entry.url, name=entry.name, kind=entry.kind, api_key=api_key)
     devices = None if entry.gpu.devices is None else tuple(map(str, entry.gpu.devices))
     profile = entry.profile
     return dataclasses.replace(
@@ -281,6 +281,7 @@ def _findings(document: SettingsDocument, environ: Mapping[str, str]) -> Iterato
 ListenText = Annotated[str, AfterValidator(lambda text: str(parse_listen(text)))]
 EngineUrl = Annotated[str, AfterValidator(normalise_url), Field(repr=False)]
 EngineName = Annotated[str, AfterValidator(check_name)]
+PoolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Device = Annotated[int | str, AfterValidator(lambda device: check_device(str(device)))]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -328,7 +329,6 @@ class EngineEntry(BaseModel):
     kind: Literal["auto", "vllm", "tgi", "sglang", "llamacpp", "trtllm", "triton", "openai"] = "auto"
     api_key: SecretStr | None = None
     api_key_env: str | None = None
-    pool: str = "default"
     metrics_url: Annotated[str, AfterValidator(_metrics_url)] | None = None
     priority: bool | None = None
     gpu: GpuEntry = GpuEntry()
@@ -383,6 +383,7 @@ class SettingsDocument(BaseModel):
     admin_listen: ListenText = "127.0.0.1:8081"
     metrics_listen: ListenText | None = None
     redis_url: SecretStr | None = None
+    pool: PoolName = "default"
     state_dir: Path = Path(".headrace")
     engines: list[EngineEntry] = Field(default_factory=list)
     policy_file: Path | None = None

@@ -159,7 +159,7 @@ class Supervisor:
             await stack.enter_async_context(self._valkey)
             url = self._valkey.url
         self._redis_url = url
-        self._queue = open_queue(url, log=self._log, rng=self._rng)
+        self._queue = open_queue(url, pool=self._settings.pool, log=self._log, rng=self._rng)
         stack.push_async_callback(self._queue.close)
         if self._valkey is not None:
             await _begin_leadership(self._queue)
@@ -314,7 +314,7 @@ async def _begin_leadership(queue: Queue) -> None:
         await queue.lead("supervisor", now_ms=await queue.time_ms(), valid_for_ms=1)
 
 
-_OURS = ("listen", "admin_listen", "metrics_listen", "redis_url", "state_dir", "workers")
+_OURS = ("listen", "admin_listen", "metrics_listen", "redis_url", "pool", "state_dir", "workers")
 """Settings of what the supervisor itself owns."""
 
 
