@@ -15,7 +15,7 @@ import dataclasses
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from enum import StrEnum
 from importlib.metadata import version
@@ -28,16 +28,16 @@ from backends.detect import detect, make_backend
 from backends.gpu.base import GpuSource
 from backends.gpu.dcgm import DcgmSource
 from backends.gpu.nvml import NvmlSource, NvmlThread
-from backends.gpu.plain import gpu_to_plain
 from backends.simulated.profiles import load_profile
 from gateway.addresses import parse_listen
 from gateway.admin.listener import bound, listen_admin, url_of
+from gateway.admin.overview import Overview
+from gateway.background import Background
 from gateway.clock import PoolClock
 from gateway.control.catalogue import Catalogue
 from gateway.control.energy import EnergyBook, tell_costs
 from gateway.control.gpu_watch import GpuWatch, gpu_source_kind
 from gateway.control.health import HealthWatch
-from gateway.control.needs import Finding, as_plain, rows
 from gateway.control.policy_store import PolicyStore
 from gateway.control.poller import Poller
 from gateway.control.roster import Engine, Roster
@@ -54,23 +54,12 @@ from gateway.ingress.auth import KeyRing
 from gateway.ingress.keys_file import KeysFile
 from gateway.ingress.server import Ingress
 from gateway.instruments import (
-    BODIES_HELD,
-    CLOCK_ERROR,
-    CONNECTIONS,
     ENGINE_FALLS,
-    ENGINE_FINDING,
-    ENGINE_OUT,
     EVENTS_DROPPED,
-    LEADER,
-    LEADER_EPOCH,
     LOOP_LAG,
-    PREDICTION_ERROR,
-    PROFILE_DRIFT,
-    REDIS_UP,
 )
 from gateway.logs import Log
 from gateway.observe.tracing import Tracer
-from gateway.profiling.live import drift
 from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
 from gateway.queue.redis_queue import OnCall, RedisQueue, connect
@@ -79,11 +68,9 @@ from gateway.recorder import Recorder, installation_key
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from policies.behaviour import Behaviours
-from policies.document import effective
 from policies.limits import FollowingSizing
-from policies.placement import eligible
 from policies.schema import Policy
-from policies.vocabulary import Decision, EngineState, EngineView, Outcome
+from policies.vocabulary import Decision, EngineState, Outcome
 
 FIRST_POLL_S = 3.0
 HEARD_WAIT_S = 5.0
@@ -178,7 +165,7 @@ class Gateway:
 
         recorder = self._open_recorder(stack, session_id := f"{self._rng.getrandbits(64):016x}")
 
-        self._profiles = {
+        profiles = {
             engine.name: load_profile(engine.profile).step_model
             for engine in settings.engines
             if engine.profile is not None
@@ -281,7 +268,21 @@ class Gateway:
             log=self._log,
             on_refusal=self.telemetry.refused,
         )
-        self.telemetry.on_refresh(self._refresh)
+        self.overview = Overview(
+            pool=settings.pool,
+            store=self.store,
+            roster=self.roster,
+            sizing=self.sizing,
+            presence=self.presence,
+            dispatcher=self.dispatcher,
+            gpu_watch=self.gpu_watch,
+            ingress=self.ingress,
+            clock=self._clock,
+            profiles=profiles,
+            decisions=self._decisions,
+            public_url=lambda: self.public_url,
+        )
+        self.telemetry.on_refresh(self.overview.refresh)
         self.telemetry.on_refresh(self.energy.tell)
         if self._role is Role.SOLO:  # of several processes the one that merges their pages knows what was served
             self.telemetry.on_refresh(tell_costs)
@@ -291,7 +292,7 @@ class Gateway:
         await self._hear_of_engines()
         await stack.enter_async_context(self.member.batcher)
         stack.push_async_callback(self._flush_owner)
-        tasks = await stack.enter_async_context(_Background())
+        tasks = await stack.enter_async_context(Background())
         runs = dict(self.member.background())
         runs["policy"] = self.store.run
         runs["loop lag"] = self._watch_lag
@@ -377,7 +378,7 @@ class Gateway:
         if solo:
             self.admin_url = await listen_admin(
                 stack,
-                self,
+                self.overview,
                 self.telemetry,
                 self.settings.admin_listen,
                 metrics_listen=self.settings.metrics_listen,
@@ -513,165 +514,8 @@ class Gateway:
             before, dropped = dropped, self.dispatcher.events_dropped
             self.telemetry.add(EVENTS_DROPPED, dropped - before)
 
-    # -- what is told to operators ---------------------------------------------------------------------------------
-
-    def _refresh(self, telemetry: Telemetry) -> None:
-        now_s = self._clock.now_s()
-        for engine in self.roster:
-            view = _running_only(engine, engine.view(now_s))
-            windows = {name: self.sizing.window(view, name) for name in self.store.current.classes}
-            seen = engine.sample.values
-            if self.presence.leads:
-                telemetry.engine_counts(view)
-            telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
-            for why in Why:
-                telemetry.set(ENGINE_OUT, 1 if engine.standing.why is why else None, engine.name, why)
-            for finding in Finding:
-                telemetry.set(ENGINE_FINDING, 1 if finding in engine.findings else None, engine.name, finding)
-            telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self.gpu_watch.idle_power_w(engine))
-            telemetry.set(PROFILE_DRIFT, self._drift(engine.name), engine.name)
-            learned = self.sizing.learned_step(engine.name)
-            telemetry.set(
-                PREDICTION_ERROR, learned.error if learned is not None and learned.seen else None, engine.name
-            )
-        policy = self.store.current
-        self._refresh_queue(telemetry, policy)
-        telemetry.policy(
-            policy.version,
-            generation=self.store.generation,
-            reload_failed=self.store.failed,
-            objectives={name: of.ttft_sla_s for name, of in policy.classes.items() if of.ttft_sla_s is not None},
-        )
-        telemetry.set(CONNECTIONS, self.ingress.open_connections)
-        telemetry.set(BODIES_HELD, self.ingress.bodies_held_bytes)
-        telemetry.set(REDIS_UP, int(self.presence.connected and not self.presence.failing))
-        telemetry.set(LEADER, int(self.presence.leads), self.settings.pool)
-        telemetry.set(LEADER_EPOCH, self.presence.epoch or None, self.settings.pool)
-        telemetry.set(CLOCK_ERROR, self._clock.error_s)
-
-    def _drift(self, engine: str) -> float | None:
-        """How far what was learned of an engine is from its stored profile; None: no profile, or little was learned."""
-        stored, learned = self._profiles.get(engine), self.sizing.learned_step(engine)
-        return None if stored is None or learned is None else drift(stored, learned)
-
-    def _refresh_queue(self, telemetry: Telemetry, policy: Policy) -> None:
-        """What waits, and by what: the guards are asked of each engine for a typical work of each class."""
-        pool_s = self._clock.pool_s()
-        telemetry.queue(
-            {name: self.dispatcher.depth(name) for name in policy.classes},
-            {name: pool_s - work.accepted_s for name, work in self.dispatcher.oldest().items()},
-            by_tenant=self.dispatcher.tenant_depths(),
-        )
-        asked = [work for name in policy.classes if (work := self.dispatcher.typical(name)) is not None]
-        views = self.roster.views(self._clock.now_s()) if self.presence.leads else ()
-        telemetry.guards(
-            {
-                (view.name, work.class_name): self.sizing.admit(work, view, pool_s)
-                for work in asked
-                for view in views
-                if eligible(work, view)
-            }
-        )
-
-    def unready(self) -> str:
-        """See `gateway.admin.api.Administered`."""
-        if not self.presence.connected:
-            return f"queue: {self.presence.last_error or 'not connected'}"
-        if not self.roster.any_up():
-            details = "; ".join(f"{engine.name}: {engine.detail or engine.state.value}" for engine in self.roster)
-            return f"no engine is ready: {details or 'none is configured'}"
-        return ""
-
-    def status(self) -> Mapping[str, object]:
-        """See `gateway.admin.api.Administered`."""
-        now_s = self._clock.now_s()
-        return {
-            "public_url": self.public_url,
-            "policy_version": self.store.current.version,
-            "leads": self.presence.leads,
-            "queued": {name: self.dispatcher.depth(name) for name in self.store.current.classes},
-            "engines": [self._engine_status(engine, now_s) for engine in self.roster],
-            "dispatch_batches": [dataclasses.asdict(batch) for batch in self.dispatcher.latest_batches],
-            "decisions": [dataclasses.asdict(decision) for decision in self._decisions],
-        }
-
-    def _engine_status(self, engine: Engine, now_s: float) -> dict[str, object]:
-        view = _running_only(engine, engine.view(now_s))
-        learned = self.sizing.learned_step(engine.name)
-        return {
-            "name": engine.name,
-            "kind": engine.kind,
-            "state": view.state,
-            "detail": engine.detail,
-            "out_of_rotation": engine.standing.why,
-            "priority": "" if engine.backend is None else engine.backend.capabilities.priority,
-            **as_plain(rows(engine, view), engine.findings),
-            "withheld": sorted(engine.withheld),
-            "version": engine.version,
-            "models": sorted(engine.models),
-            "in_flight": dict(view.in_flight),
-            "windows": {
-                name: dataclasses.asdict(self.sizing.window(view, name)) for name in self.store.current.classes
-            },
-            "kv_tokens": view.kv_tokens,
-            "prefill_tokens": view.prefill_tokens,
-            "kv_used_fraction": view.kv_used_fraction.value,
-            "running": view.running.value,
-            "waiting": view.waiting.value,
-            "kv_capacity_tokens": view.kv_capacity_tokens.value,
-            "seats": view.seats.value,
-            "learned_step": None if learned is None else dataclasses.asdict(learned),
-            "gpu": gpu_to_plain(engine.gpu_shown(now_s), now_s),
-        }
-
-    def policy(self) -> Mapping[str, object]:
-        """See `gateway.admin.api.Administered`."""
-        return {
-            "version": self.store.current.version,
-            "generation": self.store.generation,
-            "reload_failed": self.store.failed,
-            "last_error": [str(problem) for problem in self.store.problems],
-            "policy": effective(self.store.current),
-        }
-
     def __repr__(self) -> str:
         return f"<Gateway {self.public_url} engines={len(self.roster)} {self.presence!r}>"
-
-
-def _running_only(engine: Engine, view: EngineView) -> EngineView:
-    """The view without credit that other processes hold: people are shown what runs, not what may be started."""
-    ledger = engine.ledger
-    return dataclasses.replace(
-        view,
-        in_flight={name: works for name in view.in_flight if (works := ledger.running(name))},
-        kv_tokens=view.kv_tokens - ledger.allowed_kv_tokens,
-        prefill_tokens=view.prefill_tokens - ledger.allowed_prefill_tokens,
-    )
-
-
-class _Background:
-    """A TaskGroup whose tasks run for ever and are cancelled when its context ends."""
-
-    def __init__(self) -> None:
-        self._group = asyncio.TaskGroup()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self, name: str, coroutine: object) -> None:
-        self._tasks.append(self._group.create_task(coroutine, name=name))  # type: ignore[arg-type]
-
-    async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if kind is not None and issubclass(kind, asyncio.CancelledError):
-            await self._group.__aexit__(kind, error, trace)  # perhaps the group's own doing: a task has failed
-        else:
-            await self._group.__aexit__(None, None, None)
 
 
 def open_queue(url: str, *, pool: str, log: Log, rng: random.Random, on_call: OnCall | None = None) -> RedisQueue:

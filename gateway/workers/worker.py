@@ -178,9 +178,9 @@ class Process:
                 connections=gateway.ingress.open_connections,
                 counts=self._teller.counts(),
                 gauges=self._teller.gauges() if answers else {},
-                unready=gateway.unready() if answers else "",
-                status=gateway.status() if answers and not self._accepts else {},
-                policy=gateway.policy() if answers and not self._accepts else {},
+                unready=gateway.overview.unready() if answers else "",
+                status=gateway.overview.status() if answers and not self._accepts else {},
+                policy=gateway.overview.policy() if answers and not self._accepts else {},
             )
         )
 

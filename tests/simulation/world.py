@@ -181,7 +181,7 @@ class World:
         """Clients come once every gateway says that it is ready, as a load balancer has it."""
         try:
             async with asyncio.timeout(within_s):
-                while any(host.gateway.unready() for host in self.gateways.values()):
+                while any(host.gateway.overview.unready() for host in self.gateways.values()):
                     await asyncio.sleep(WATCH_EVERY_S)
         except TimeoutError:
             raise InvariantBroken(
