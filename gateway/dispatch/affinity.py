@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from gateway.errors import Refusal
+
 KEPT = 100_000
 
 
@@ -33,6 +35,19 @@ class Affinity:
         if found is not None:
             self._engines.move_to_end(response_id)
         return found
+
+    def keeper(self, response_id: str) -> str:
+        """The engine that made it. Raises a 404 Refusal when unknown or forgotten."""
+        engine = self.engine(response_id)
+        if engine is None:
+            raise Refusal(
+                404,
+                f"response {response_id[:80]!r} is not known here: it was never made through this gateway, or is forgotten",
+                reason="response_not_found",
+                code="response_not_found",
+                param="previous_response_id",
+            )
+        return engine
 
     def __len__(self) -> int:
         return len(self._engines)

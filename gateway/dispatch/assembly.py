@@ -224,11 +224,7 @@ class Assembly:
     def end(self) -> None:
         """Every part is over: end the client's answer."""
         if self._failure is not None:
-            refusal, body, content_type = self._failure
-            if body is None:
-                self._reply.fail(refusal)
-            else:
-                self._reply.relay_error(refusal, body, content_type)
+            self._reply.relay_error(*self._failure)
         elif self._stream is not None:
             self._send(self._stream.tail())
             self._reply.finish()

@@ -42,7 +42,7 @@ class Outlet(Protocol):
     def write(self, data: bytes) -> None: ...
     def finish(self) -> None: ...
     def fail(self, refusal: Refusal, *, sequence_number: int = 0, mid_event: bool = False) -> None: ...
-    def relay_error(self, refusal: Refusal, body: bytes, content_type: str) -> None: ...
+    def relay_error(self, refusal: Refusal, body: bytes | None, content_type: str) -> None: ...
 
 
 class Reply:
@@ -145,9 +145,9 @@ class Reply:
             else:
                 downstream.abort()
 
-    def relay_error(self, refusal: Refusal, body: bytes, content_type: str) -> None:
-        """End with the engine's own error body where a status can still be sent, else as `fail`."""
-        if self.ended or self.opened:
+    def relay_error(self, refusal: Refusal, body: bytes | None, content_type: str) -> None:
+        """End with the engine's own error body where there is one and a status can still be sent, else as `fail`."""
+        if body is None or self.ended or self.opened:
             self.fail(refusal)
             return
         self.ended = self._exchange.failed = True

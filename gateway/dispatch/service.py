@@ -4,19 +4,16 @@ This is the path of a request (docs/architecture.md) written down once, for ever
 (dialect, terminator, usage) is inside the relay's readers; what may differ between engines is inside the backends.
 
 Exactly one `Outcome` leaves here per exchange that was given a class, also when the handler is cancelled because the
-client left. An attempt that failed before a byte reached the client moves to another engine once; a stored response's
-follow-up (GET, cancel, DELETE) goes straight to the engine that keeps it, since it decodes nothing.
+client left. An attempt that failed before a byte reached the client moves to another engine once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from backends.base import Backend, EngineRequest, Headers, Priority
 from gateway.clock import Clock
@@ -27,9 +24,12 @@ from gateway.dispatch import refusals
 from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
 from gateway.dispatch.capacity import Capacity
+from gateway.dispatch.course import Course, sla_met
 from gateway.dispatch.dispatcher import Dispatcher, Sink
 from gateway.dispatch.faults import Fault, blame
 from gateway.dispatch.flow import Flow
+from gateway.dispatch.follow_ups import FollowUps
+from gateway.dispatch.intake import CLIENTS_SHARE, Intake
 from gateway.dispatch.owner import NO_BOUND, Owner, QueueFull, TooLate
 from gateway.dispatch.relay import AttemptEnd, Relay
 from gateway.dispatch.reply import Outlet, Reply
@@ -38,52 +38,23 @@ from gateway.dispatch.watchdog import Watchdog
 from gateway.errors import Refusal
 from gateway.exchange import Exchange
 from gateway.ingress.body_edits import edited
-from gateway.instruments import CLASSIFIED, ITL, REQUEST_PARTS, RETRIES_WITHHELD
+from gateway.instruments import ITL, REQUEST_PARTS, RETRIES_WITHHELD
 from gateway.logs import Log
-from gateway.observe.tracing import Trace, Tracer, read_traceparent
+from gateway.observe.tracing import Tracer
 from gateway.queue.base import QueueUnavailable
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from policies.admission import admit, retry_after_s, shed, spread_retry_s, wait_s
-from policies.behaviour import Behaviours, Pattern
-from policies.classify import By, Caller, Classified, UnknownClass, classify, placed
+from policies.behaviour import Behaviours
+from policies.classify import Classified
 from policies.ordering.shedding import Infeasible
 from policies.schema import ClassPolicy, Degrade, Policy
-from policies.vocabulary import Action, Decision, EngineState, Grant, Outcome, Result, Work
+from policies.vocabulary import Grant, Outcome, Result, Work
 
 MAX_ATTEMPTS = 2
-PREFIX_BYTES = 1024
-RANK_STEP_S = 1e-6
-"""Between the ranks of two parts of one request: keeps them in order, and lets nobody pass who came a moment later."""
-CLIENTS_SHARE = 0.9
-"""Of the time that a client says it waits: the rest is the way there and back."""
 DEADLINE = "its deadline"
 _LIMIT_FIELD = {"/v1/responses": "max_output_tokens", "/v1/chat/completions": "max_completion_tokens"}
 _USAGE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
-
-
-@dataclass(slots=True)
-class _Course:
-    """What became of one work so far; its `Outcome` is made from it at the end.
-
-    accepted   it is part of a request that was admitted: no bound on waiting works refuses it any more
-    trace      the marks that it leaves; None: it is not traced
-    """
-
-    work: Work
-    accepted: bool = False
-    grant: Grant | None = None
-    attempts: int = 0
-    granted_s: float | None = None
-    result: Result = Result.ENGINE_FAILED
-    reason: str = ""
-    prompt_tokens: int | None = None
-    output_tokens: int = 0
-    engine_ttft_s: float | None = None
-    relay: Relay | None = None
-    degraded: bool = False
-    preempted: int = 0
-    trace: Trace | None = None
 
 
 class Service:
@@ -115,14 +86,12 @@ class Service:
         record: told of each work that ended, with the client's body.
         """
         self._timeouts = settings.timeouts
-        self._aliases = dict(settings.aliases)
         self._store = store
         self._owner = owner
         self._dispatcher = dispatcher
         self._roster = roster
         self._capacity = capacity
         self._behaviours = behaviours
-        self._sink = sink
         self._watchdog = watchdog
         self._telemetry = telemetry
         self._clock = clock
@@ -131,8 +100,19 @@ class Service:
         self._on_outcome = on_outcome
         self._record = record
         self._tracer = tracer
-        self._ids = (f"{work_ids}-{number:x}" for number in itertools.count(1))
         self._affinity = Affinity()
+        self._follow_ups = FollowUps(
+            self._affinity, roster=roster, watchdog=watchdog, clock=clock, timeouts=settings.timeouts
+        )
+        self._intake = Intake(
+            aliases=dict(settings.aliases),
+            alone_s=dispatcher.alone_s,
+            affinity=self._affinity,
+            sink=sink,
+            telemetry=telemetry,
+            clock=clock,
+            work_ids=work_ids,
+        )
         self._flow = Flow()
         self._retries = RetryBudget(clock.now_s())
         # A client may use one request id for several requests, and engines make their own ids from it: the second one
@@ -143,17 +123,17 @@ class Service:
         """Answer an exchange; see `gateway.ingress.server.Service`."""
         reply = Reply(exchange, self._clock, self._timeouts)
         if exchange.facts.previous_response_id is not None and not exchange.facts.model:
-            await self._stored(exchange, reply)
+            await self._follow_ups.serve(exchange, reply)
             return
         policy = self._store.current
         key, left = f"{exchange.tenant}/{exchange.key_id}", False
         pattern = self._behaviours.arrived(key, streamed=exchange.facts.stream, now_s=self._clock.now_s())
         self._watchdog.add(reply)
         try:
-            found = self._classified(exchange, policy, pattern)
+            found = self._intake.classified(exchange, policy, pattern)
             batch = split(exchange, policy.class_policy(found.class_name).inputs_max)
             if batch is None:
-                await self._serve_work(exchange, reply, _Course(self._work(exchange, found)), policy)
+                await self._serve_work(exchange, reply, Course(self._intake.work(exchange, found)), policy)
             else:
                 await self._serve_parts(batch, reply, found, policy)
         except asyncio.CancelledError:
@@ -163,7 +143,7 @@ class Service:
             self._watchdog.discard(reply)
             self._behaviours.ended(key, left=left, now_s=self._clock.now_s())
 
-    async def _serve_work(self, exchange: Exchange, reply: Outlet, course: _Course, policy: Policy) -> None:
+    async def _serve_work(self, exchange: Exchange, reply: Outlet, course: Course, policy: Policy) -> None:
         """Carry one work to its outcome."""
         self._request_ids[exchange.request_id] += 1
         if self._tracer is not None:
@@ -175,11 +155,7 @@ class Service:
             self._capacity.explain(refusal, course.work)
             reply.fail(refusal)
         except asyncio.CancelledError:
-            course.result, course.reason = Result.CANCELLED, reply.cut_reason or "client_gone"
-            if course.relay is not None:
-                course.output_tokens = course.relay.output_tokens
-                if course.relay.answered and not reply.paused:  # SDKs leave at the dialect's end, before the framing's
-                    course.result, course.reason = Result.COMPLETED, ""
+            course.cancelled(reply)
             raise
         except Exception:
             course.reason = "internal_error"
@@ -193,7 +169,7 @@ class Service:
     async def _serve_parts(self, batch: Batch, reply: Reply, found: Classified, policy: Policy) -> None:
         """Carry a request batch in parts, each a work, and its answer as one. It is admitted, or refused, as a whole."""
         exchange = batch.exchange
-        course = _Course(self._work(exchange, found))
+        course = Course(self._intake.work(exchange, found))
         try:
             self._admit(course, policy, works=min(len(batch), PARTS_AT_ONCE))
         except Refusal as refusal:
@@ -210,8 +186,8 @@ class Service:
                 tasks = []
                 for number in range(len(batch)):
                     part = await assembly.start(number)
-                    work = self._work(part.exchange, self._placed(part.exchange, found, number, policy))
-                    part_course = _Course(work, accepted=True)
+                    work = self._intake.work(part.exchange, self._intake.part_of(found, part.exchange, number, policy))
+                    part_course = Course(work, accepted=True)
                     tasks.append(group.create_task(self._serve_work(part.exchange, part, part_course, policy)))
                 await asyncio.wait(tasks)
                 watch.cancel()
@@ -222,91 +198,9 @@ class Service:
             assembly.failed(Refusal(504, message, "timeout_error", "total"), None, "")
         assembly.end()
 
-    def _placed(self, part: Exchange, whole: Classified, number: int, policy: Policy) -> Classified:
-        """Class and deadline of a part: the whole's, for its own size; its rank keeps the parts in order."""
-        found = placed(
-            whole.class_name,
-            whole.reason,
-            policy,
-            prompt_tokens=part.facts.prompt_tokens,
-            accepted_s=self._accepted_pool_s(part),
-            alone_s=self._alone_s(part),
-        )
-        return replace(found, rank=found.rank + number * RANK_STEP_S)
-
     # -- before the queue ------------------------------------------------------------------------------------------
 
-    def _classified(self, exchange: Exchange, policy: Policy, pattern: Pattern | None) -> Classified:
-        """The class of a request. Raises Refusal for one that is not there."""
-        caller = Caller(exchange.tenant, exchange.key_id, exchange.max_class, exchange.path)
-        try:
-            found = classify(
-                exchange.facts,
-                headers=exchange.rule_headers,
-                caller=caller,
-                policy=policy,
-                accepted_s=self._accepted_pool_s(exchange),
-                alone_s=self._alone_s(exchange),
-                pattern=pattern,
-            )
-        except UnknownClass as error:
-            raise Refusal(400, str(error), reason="unknown_class", param=error.header) from None
-        exchange.response_headers.append(("x-headrace-class", found.class_name))
-        if found.reason.isascii():  # a rule may name a header that is not
-            exchange.response_headers.append(("x-headrace-class-reason", found.reason))
-        self._telemetry.add(CLASSIFIED, 1, found.class_name, found.by)
-        if found.by in _LEARNED:
-            now_s = self._clock.pool_s()
-            self._sink(Decision(Action.CLASSIFY, now_s, policy.version, found.class_name, reason=found.reason))
-        return found
-
-    def _alone_s(self, exchange: Exchange) -> float | None:
-        """What its prompt would take to a first token on an idle engine; None: not known yet."""
-        facts = exchange.facts
-        return self._dispatcher.alone_s(self._aliases.get(facts.model, facts.model), facts.prompt_tokens)
-
-    def _accepted_pool_s(self, exchange: Exchange) -> float:
-        return self._clock.pool_s() - (self._clock.now_s() - exchange.accepted_s)
-
-    def _work(self, exchange: Exchange, found: Classified) -> Work:
-        """What the queue will order. Raises Refusal for a stored response that is not known."""
-        facts = exchange.facts
-        accepted_s, deadline_s = self._accepted_pool_s(exchange), found.deadline_s
-        if deadline_s is not None and exchange.read_timeout_s is not None:
-            # Who waits for less time than the class promises is served in that time or not at all.
-            deadline_s = min(deadline_s, accepted_s + CLIENTS_SHARE * exchange.read_timeout_s)
-        pinned = None
-        if facts.previous_response_id is not None:
-            pinned = self._keeper(facts.previous_response_id)
-        return Work(
-            id=next(self._ids),
-            class_name=found.class_name,
-            tenant=exchange.tenant,
-            model=self._aliases.get(facts.model, facts.model),
-            path=exchange.path,
-            accepted_s=accepted_s,
-            rank=found.rank if deadline_s is None else min(found.rank, deadline_s),
-            prompt_tokens=facts.prompt_tokens,
-            max_tokens=facts.max_tokens,
-            sequences=facts.sequences,
-            deadline_s=deadline_s,
-            pinned_engine=pinned,
-            prefix="" if deadline_s is not None else _prefix(exchange.body),
-        )
-
-    def _keeper(self, response_id: str) -> str:
-        engine = self._affinity.engine(response_id)
-        if engine is None:
-            raise Refusal(
-                404,
-                f"response {response_id[:80]!r} is not known here: it was never made through this gateway, or is forgotten",
-                reason="response_not_found",
-                code="response_not_found",
-                param="previous_response_id",
-            )
-        return engine
-
-    def _admit(self, course: _Course, policy: Policy, works: int = 1) -> None:
+    def _admit(self, course: Course, policy: Policy, works: int = 1) -> None:
         """Refuse what no engine can take now, and what its class has no room for: so many works at a time."""
         work = course.work
         if not self._somebody_serves(work):
@@ -335,7 +229,7 @@ class Service:
 
     # -- waiting and trying ----------------------------------------------------------------------------------------
 
-    async def _carry(self, exchange: Exchange, reply: Outlet, course: _Course, policy: Policy) -> None:
+    async def _carry(self, exchange: Exchange, reply: Outlet, course: Course, policy: Policy) -> None:
         self._admit(course, policy)
         while True:
             work = course.work
@@ -369,7 +263,7 @@ class Service:
                 course.result, course.reason = fault.result, fault.refusal.reason
                 if not end.committed:
                     self._capacity.explain(fault.refusal, work)
-                    _tell(reply, fault)
+                    reply.relay_error(fault.refusal, fault.body, fault.content_type)
                 return
             self._owner.finished(work, grant, None)
             course.grant = None
@@ -384,7 +278,7 @@ class Service:
         self._telemetry.add(RETRIES_WITHHELD, 1, engine)
         return False
 
-    async def _wait(self, exchange: Exchange, course: _Course, policy: Policy) -> Grant | None:
+    async def _wait(self, exchange: Exchange, course: Course, policy: Policy) -> Grant | None:
         """Wait in the queue for a grant, as long as the class, the client and the kind of answer allow.
 
         None: the work could not be in time and was made a smaller one, which is to be tried now.
@@ -431,7 +325,7 @@ class Service:
             )
             raise refusals.wait_too_long(timer, bound_s, retry_s) from None
 
-    def _too_late(self, exchange: Exchange, course: _Course, one: ClassPolicy, infeasible: Infeasible | None) -> None:
+    def _too_late(self, exchange: Exchange, course: Course, one: ClassPolicy, infeasible: Infeasible | None) -> None:
         """A work cannot be in time: make it a smaller one if its class says so, else raise the refusal with a hint."""
         work = course.work
         if one.on_infeasible == "degrade" and not course.degraded:
@@ -455,7 +349,7 @@ class Service:
             model = degrade.model
         if degrade.max_tokens is not None:
             most = degrade.max_tokens if most is None else min(most, degrade.max_tokens)
-        return replace(work, id=next(self._ids), model=model, max_tokens=most)
+        return replace(work, id=self._intake.new_id(), model=model, max_tokens=most)
 
     def _patience(self, exchange: Exchange, max_wait_s: float) -> tuple[float, str]:
         """The smallest of the bounds on waiting, from acceptance, with its name."""
@@ -466,7 +360,7 @@ class Service:
             bounds.append((exchange.read_timeout_s * CLIENTS_SHARE, "the client's own time-out, less a tenth,"))
         return min(bounds)
 
-    async def _attempt(self, exchange: Exchange, reply: Outlet, course: _Course, grant: Grant) -> AttemptEnd:
+    async def _attempt(self, exchange: Exchange, reply: Outlet, course: Course, grant: Grant) -> AttemptEnd:
         """One try on one engine. The engine's call never outlives this."""
         work = course.work
         engine = self._roster[grant.engine]
@@ -507,8 +401,7 @@ class Service:
         if course.trace is not None:
             failed = "" if end.fault is None else end.fault.refusal.reason
             course.trace.ended(self._clock.now_s(), engine_ttft_s=end.engine_ttft_s, failed=failed)
-        course.engine_ttft_s = end.engine_ttft_s
-        course.output_tokens, course.prompt_tokens = end.output_tokens, end.prompt_tokens
+        course.tried(end)
         if end.fault is None:
             engine.served(self._clock.now_s())
         elif end.fault.refusal.reason == "connect_refused":
@@ -538,75 +431,21 @@ class Service:
         place = order.index(class_name) if class_name in order else len(order)
         return place if priority is Priority.LOWER_FIRST else len(order) - place
 
-    # -- stored responses ------------------------------------------------------------------------------------------
-
-    async def _stored(self, exchange: Exchange, reply: Reply) -> None:
-        """GET, cancel or DELETE of a response: straight to the engine that keeps it."""
-        assert exchange.facts.previous_response_id is not None
-        name = self._keeper(exchange.facts.previous_response_id)
-        engine = self._roster[name]
-        if engine.backend is None or engine.state is EngineState.DOWN:
-            raise Refusal(
-                503,
-                f"engine {name}, which keeps this response, is away; try again",
-                "server_error",
-                "no_engine",
-                retry_after_s=refusals.NO_ENGINE_RETRY_S,
-            )
-        relay = Relay(
-            exchange,
-            reply,
-            engine=name,
-            clock=self._clock,
-            timeouts=self._timeouts,
-            strip_usage=False,
-            on_first_token=_nothing,
-        )
-        self._watchdog.add(reply)
-        self._watchdog.add(relay)
-        try:
-            request = EngineRequest(exchange.method, exchange.target, exchange.headers, exchange.body)
-            relay.attach(engine.backend.call(request, relay))
-            end = await relay.done
-        finally:
-            self._watchdog.discard(relay)
-            self._watchdog.discard(reply)
-            relay.close()
-        if end.fault is not None and not end.committed:
-            _tell(reply, end.fault)
-
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def _settle(self, exchange: Exchange, reply: Outlet, course: _Course, policy: Policy) -> None:
+    def _settle(self, exchange: Exchange, reply: Outlet, course: Course, policy: Policy) -> None:
         """The exchange's one outcome."""
         now_s = self._clock.now_s()
-        accepted_s, first_s, work = exchange.accepted_s, reply.first_content_s, course.work
-        outcome = Outcome(
-            work_id=work.id,
-            class_name=work.class_name,
-            tenant=work.tenant,
-            model=work.model,
-            engine="" if course.grant is None else course.grant.engine,
-            result=course.result,
-            reason=course.reason,
-            status=499 if course.result is Result.CANCELLED and not reply.opened else reply.status,
-            attempts=course.attempts,
-            prompt_tokens=work.prompt_tokens if course.prompt_tokens is None else course.prompt_tokens,
-            output_tokens=course.output_tokens,
-            total_s=now_s - accepted_s,
-            queued_s=None if course.granted_s is None else course.granted_s - accepted_s,
-            ttft_s=None if first_s is None else first_s - accepted_s,
-            engine_ttft_s=course.engine_ttft_s,
-        )
+        outcome, work = course.outcome(exchange, reply, now_s), course.work
         if course.grant is not None:
             self._owner.finished(work, course.grant, outcome)
         else:
             self._owner.ended(work)
         self._telemetry.observe_outcome(
             outcome,
-            sla_met=_sla_met(outcome, work, policy),
+            sla_met=sla_met(outcome, work, policy),
             sequences=work.sequences,
-            trace_id=_trace_id(exchange, course),
+            trace_id=course.trace_id(exchange),
             at_s=self._clock.pool_s(),
         )
         if course.trace is not None and self._tracer is not None:
@@ -628,24 +467,7 @@ class Service:
             )
 
 
-def _trace_id(exchange: Exchange, course: _Course) -> str:
-    """The trace that an operator can find the work in: ours, or the client's where only the client traces."""
-    if course.trace is not None:
-        return course.trace.trace_id
-    parent = read_traceparent(exchange.rule_headers.get("traceparent"))
-    return parent.trace_id if parent is not None and parent.sampled else ""
-
-
-_LEARNED = frozenset({By.LEARNED_LOOP, By.LEARNED_PERSON})
 _QUIET = frozenset({Result.COMPLETED, Result.CANCELLED, Result.CLIENT_ERROR})
-
-
-def _sla_met(outcome: Outcome, work: Work, policy: Policy) -> bool | None:
-    """Whether a work met its class's TTFT objective; None where there is none to meet."""
-    objective_s = policy.objective_s(work)
-    if objective_s is None or outcome.result in {Result.CANCELLED, Result.CLIENT_ERROR}:
-        return None
-    return outcome.result is Result.COMPLETED and outcome.ttft_s is not None and outcome.ttft_s <= objective_s
 
 
 def _asks_usage(exchange: Exchange, backend: Backend) -> bool:
@@ -658,20 +480,6 @@ def _asks_usage(exchange: Exchange, backend: Backend) -> bool:
     )
 
 
-def _tell(reply: Outlet, fault: Fault) -> None:
-    if fault.body is None:
-        reply.fail(fault.refusal)
-    else:
-        reply.relay_error(fault.refusal, fault.body, fault.content_type)
-
-
-def _prefix(body: bytes) -> str:
-    """A short digest of how a long request begins: enough to tell mates, too little to tell a prompt."""
-    if len(body) < 2 * PREFIX_BYTES:
-        return ""
-    return hashlib.blake2s(body[:PREFIX_BYTES], digest_size=4).hexdigest()
-
-
 def _set_header(exchange: Exchange, name: str, value: str) -> None:
     exchange.response_headers[:] = [pair for pair in exchange.response_headers if pair[0] != name]
     exchange.response_headers.append((name, value))
@@ -679,7 +487,3 @@ def _set_header(exchange: Exchange, name: str, value: str) -> None:
 
 def _with_request_id(headers: Headers, request_id: str) -> Headers:
     return [*(pair for pair in headers if pair[0] != b"x-request-id"), (b"x-request-id", request_id.encode())]
-
-
-def _nothing(_engine_ttft_s: float) -> None:
-    """A stored response's follow-up teaches nothing about first tokens."""
