@@ -30,6 +30,8 @@ GPU_POLL_S = 1.0
 GPU_SHOWN_S = 15.0
 """A GPU sample is shown to people for so long: three times the leader's publishing, so that followers show it too."""
 FAILED_PROBES_TO_DOWN = 2
+_VIEWED = tuple(signal for signal in Signal if signal in EngineView.__dataclass_fields__)
+"""What a view has a reading of, by the same name."""
 _COUNTERS = (Signal.GENERATION_TOKENS_TOTAL, Signal.PROMPT_TOKENS_TOTAL)
 
 
@@ -71,6 +73,8 @@ class Engine:
     last_success_s: float = -math.inf
     _view: EngineView | None = field(default=None, repr=False)
     _view_key: tuple[object, ...] = field(default=(), repr=False)
+    _read: dict[str, Reading] = field(default_factory=dict, repr=False)
+    _said: tuple[object, ...] = field(default=(), repr=False)
 
     @property
     def name(self) -> str:
@@ -193,30 +197,25 @@ class Engine:
             kv_tokens=ledger.kv_tokens,
             prefill_tokens=ledger.prefill_tokens,
             last_grant_s=ledger.last_grant_s,
-            kv_used_fraction=self._reading(Signal.KV_USED_FRACTION, now_s),
-            kv_capacity_tokens=self._reading(Signal.KV_CAPACITY_TOKENS, now_s),
-            running=self._reading(Signal.RUNNING, now_s),
-            waiting=self._reading(Signal.WAITING, now_s),
-            seats=self._reading(Signal.SEATS, now_s),
-            max_model_len=self._max_model_len(),
-            kv_block_tokens=self._reading(Signal.KV_BLOCK_TOKENS, now_s),
-            preemptions_total=self._reading(Signal.PREEMPTIONS_TOTAL, now_s),
-            prompt_tokens_total=self._reading(Signal.PROMPT_TOKENS_TOTAL, now_s),
-            generation_tokens_total=self._reading(Signal.GENERATION_TOKENS_TOTAL, now_s),
-            start_time_s=self._reading(Signal.START_TIME_S, now_s),
-            gpu_busy_fraction=self._gpu_reading(Signal.GPU_BUSY_FRACTION, now_s),
-            gpu_power_fraction=self._gpu_reading(Signal.GPU_POWER_FRACTION, now_s),
-            gpu_heat_margin_c=self._gpu_reading(Signal.GPU_HEAT_MARGIN_C, now_s),
-            gpu_memory_free_fraction=self._gpu_reading(Signal.GPU_MEMORY_FREE_FRACTION, now_s),
-            gpu_memory_free_bytes=self._gpu_reading(Signal.GPU_MEMORY_FREE_BYTES, now_s),
-            gpu_power_w=self._gpu_reading(Signal.GPU_POWER_W, now_s),
-            gpu_temperature_c=self._gpu_reading(Signal.GPU_TEMPERATURE_C, now_s),
-            gpu_throttled=self._gpu_reading(Signal.GPU_THROTTLED, now_s),
-            gpu_energy_j_total=self._gpu_reading(Signal.GPU_ENERGY_J_TOTAL, now_s),
             speaks=_nothing if self.backend is None else self.backend.speaks,
+            **self._readings(now_s),
         )
 
+    def _readings(self, now_s: float) -> Mapping[str, Reading]:
+        """What it says, as of its last word or the last control tick: the dearest part of a view by far."""
+        said = (self.sample, self.gpu, self.frozen, self.cards, self.ledger.refreshed)
+        if said != self._said:
+            self._said = said
+            readings = {signal.value: self._reading(signal, now_s) for signal in _VIEWED}
+            self._read = {name: one for name, one in readings.items() if one is not UNKNOWN}
+            self._read["max_model_len"] = self._max_model_len()
+        return self._read
+
     def _reading(self, signal: Signal, now_s: float) -> Reading:
+        """Of a GPU from its own telemetry, else from an engine that tells of its GPU itself."""
+        measured = self.gpu.values.get(signal)
+        if measured is not None:
+            return _read(measured, now_s - self.gpu.taken_s, GPU_POLL_S)
         measured = self.sample.values.get(signal)
         if measured is None:
             return UNKNOWN
@@ -225,13 +224,6 @@ class Engine:
         if still_s is None or reading.value is None:
             return reading
         return Reading(reading.value, max(reading.age_s, still_s), Quality.FROZEN)
-
-    def _gpu_reading(self, signal: Signal, now_s: float) -> Reading:
-        """From the GPU's own telemetry, else from an engine that tells of its GPU itself."""
-        measured = self.gpu.values.get(signal)
-        if measured is None:
-            return self._reading(signal, now_s)
-        return _read(measured, now_s - self.gpu.taken_s, GPU_POLL_S)
 
     def _max_model_len(self) -> Reading:
         lengths = [card.max_model_len for card in self.cards if card.max_model_len is not None]

@@ -69,7 +69,8 @@ class Entry:
 
 @dataclass(slots=True)
 class EngineLedger:
-    """The sums of one engine. `version` grows with every change, so that a cached view knows when it is old."""
+    """The sums of one engine. `version` grows with every change, so that a cached view knows when it is old, and
+    `refreshed` with every control tick."""
 
     block_tokens: int = BLOCK_TOKENS
     entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class EngineLedger:
     prefill_tokens: int = 0
     last_grant_s: float = float("-inf")
     version: int = 0
+    refreshed: int = 0
     allowed: dict[str, int] = field(default_factory=dict)
     allowed_kv_tokens: int = 0
     allowed_prefill_tokens: int = 0
@@ -199,6 +201,7 @@ class EngineLedger:
                 self.kv_tokens += kv_tokens - entry.kv_tokens
                 entry.kv_tokens = kv_tokens
         self.version += 1
+        self.refreshed += 1
 
     def progress(self) -> list[Running]:
         """Every attempt that is counted one by one, as of the last refresh, in the order of their grants."""
