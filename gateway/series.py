@@ -57,9 +57,9 @@ class Merge(StrEnum):
     MAX = "max"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Instrument:
-    """One row of the table.
+    """One row of the table: a key of dicts on hot paths, so it is hashed as the object that it is, not by its fields.
 
     name     as exposed, base unit last; counters end in _total
     unit     base unit ("seconds", "tokens", "bytes", "ratio"); "" for plain counts
@@ -167,17 +167,24 @@ class Gauge:
     def set(self, value: float | None, *labels: str) -> None:
         """Put one series to `value`, or take it away when the value is unknown."""
         if value is None or not math.isfinite(value):
-            self.children.pop(tuple(label[:LABEL_MAX_CHARS] for label in labels), None)
+            self.children.pop(_cut(labels), None)
             return
         if labels in self.children:
             self.children[labels] = value
             return
-        key = tuple(label[:LABEL_MAX_CHARS] for label in labels)
+        key = _cut(labels)
         if key not in self.children:
             key = _bounded(key, self.instrument, self.children)
             if key:
                 self._by_first.setdefault(key[0], {})[key] = None
         self.children[key] = value
+
+    def set_only(self, values: Mapping[Labels, float]) -> None:
+        """Put these series, and take every other one away; cheaper than to clear it and set each anew."""
+        for labels in self.children.keys() - values.keys():
+            self.set(None, *labels)
+        for labels, value in values.items():
+            self.set(value, *labels)
 
     def drop(self, first_label: str) -> None:
         """Take away every series whose first label is this: the thing it told of is gone. Costs what it takes away."""
@@ -285,4 +292,11 @@ def _bounded(labels: Labels, instrument: Instrument, children: Mapping[Labels, o
         raise ValueError(f"{instrument.name}: got {len(labels)} label values for {instrument.labels}")
     if len(children) >= SERIES_MAX:
         return (OTHER,) * len(labels)
+    return _cut(labels)
+
+
+def _cut(labels: Labels) -> Labels:
+    """The labels, none of them longer than a label may be."""
+    if max(map(len, labels), default=0) <= LABEL_MAX_CHARS:
+        return labels
     return tuple(label[:LABEL_MAX_CHARS] for label in labels)

@@ -250,13 +250,10 @@ class Telemetry:
 
     def guards(self, verdicts: Mapping[tuple[str, str], Verdict]) -> None:
         """Replace what is told of guards: by engine and class, the answer to one more work."""
-        for row in (GUARD_VALUE, GUARD_THRESHOLD, GUARD_BINDING):
-            self._gauges[row].clear()
-        for of, verdict in verdicts.items():
-            self.set(GUARD_BINDING, 1, *of, verdict.binding)
-            for reading in verdict.guards:
-                self.set(GUARD_VALUE, reading.value, *of, reading.guard)
-                self.set(GUARD_THRESHOLD, reading.threshold, *of, reading.guard)
+        readings = [(of, reading) for of, verdict in verdicts.items() for reading in verdict.guards]
+        self.set_only(GUARD_BINDING, {(*of, verdict.binding): 1 for of, verdict in verdicts.items()})
+        self.set_only(GUARD_VALUE, {(*of, one.guard): one.value for of, one in readings})
+        self.set_only(GUARD_THRESHOLD, {(*of, one.guard): one.threshold for of, one in readings})
 
     def engine(self, view: EngineView, windows: Mapping[str, Window], *, sample_age_s: float | None) -> None:
         """Replace everything told of one engine. windows: by class; sample_age_s: None before the first sample."""
@@ -348,6 +345,10 @@ class Telemetry:
     def set(self, row: Instrument, value: float | None, *labels: str) -> None:
         """Put a gauge; None takes its series away."""
         self._gauges[row].set(value, *labels)
+
+    def set_only(self, row: Instrument, values: Mapping[Labels, float]) -> None:
+        """Put these series of a gauge, and take every other one away."""
+        self._gauges[row].set_only(values)
 
     def observe(self, row: Instrument, value: float, *labels: str) -> None:
         """Count a value in a histogram."""

@@ -13,11 +13,10 @@ from backends.gpu.plain import gpu_to_plain
 from backends.simulated.step_model import StepModel
 from gateway.clock import PoolClock
 from gateway.control.gpu_watch import GpuWatch
-from gateway.control.needs import Finding, as_plain, rows
+from gateway.control.needs import as_plain, rows
 from gateway.control.policy_store import PolicyStore
 from gateway.control.presence import Presence
 from gateway.control.roster import Engine, Roster
-from gateway.control.standing import Why
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.ingress.server import Ingress
 from gateway.instruments import (
@@ -120,16 +119,17 @@ class Overview:
             if self._presence.leads:
                 telemetry.engine_counts(view)
             telemetry.engine(view, windows, sample_age_s=now_s - engine.sample.taken_s if seen else None)
-            for why in Why:
-                telemetry.set(ENGINE_OUT, 1 if engine.standing.why is why else None, engine.name, why)
-            for finding in Finding:
-                telemetry.set(ENGINE_FINDING, 1 if finding in engine.findings else None, engine.name, finding)
             telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self._gpu_watch.idle_power_w(engine))
             telemetry.set(PROFILE_DRIFT, self._drift(engine.name), engine.name)
             learned = self._sizing.learned_step(engine.name)
             telemetry.set(
                 PREDICTION_ERROR, learned.error if learned is not None and learned.seen else None, engine.name
             )
+        out = [(engine.name, engine.standing.why) for engine in self._roster]
+        telemetry.set_only(ENGINE_OUT, {(name, why): 1 for name, why in out if why is not None})
+        telemetry.set_only(
+            ENGINE_FINDING, {(engine.name, finding): 1 for engine in self._roster for finding in engine.findings}
+        )
         policy = self._store.current
         self._refresh_queue(telemetry, policy)
         telemetry.policy(

@@ -341,6 +341,17 @@ def test_the_guards_of_a_class_are_told_until_they_are_asked_no_more(telemetry: 
     assert not [name for name, _ in samples(telemetry) if name.startswith("headrace_guard")]
 
 
+def test_series_that_are_set_as_a_whole_take_all_others_away(telemetry: Telemetry) -> None:
+    long = "e" * 500
+    telemetry.set_only(table.ENGINE_OUT, {("e1", "silent"): 1, (long, "silent"): 1, ("e2", "failing"): math.inf})
+    before = telemetry.render()[0].count(b"headrace_engine_out_of_rotation{")
+    telemetry.set_only(table.ENGINE_OUT, {(long, "silent"): 1})
+
+    assert before == 2
+    assert value(telemetry, table.ENGINE_OUT.name, engine="e1", reason="silent") is None
+    assert value(telemetry, table.ENGINE_OUT.name, engine=long[:128], reason="silent") == 1
+
+
 @pytest.mark.parametrize(("forecast", "told"), [(256.0, 256), (math.inf, table.STEPS_BEYOND), (None, None)])
 def test_steps_to_overflow_are_told_as_far_as_they_are_forecast(
     telemetry: Telemetry, forecast: float | None, told: int | None
