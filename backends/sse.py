@@ -27,6 +27,7 @@ _IDLE_LINES = re.compile(rb"(?:\xef\xbb\xbf)?(?::[^\r\n]*(?:\r\n|\n|\r)|\r\n|\n|
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
 _MAY_BE_IDLE = frozenset(b":\r\n\xef")
+_IDLE_STARTS = frozenset(bytes((one,)) for one in _MAY_BE_IDLE)
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ def first_end(buffer: bytes | bytearray, start: int) -> int:
 
 def is_idle(piece: bytes) -> bool:
     """True when the piece is nothing but complete comment lines and empty lines."""
-    return _IDLE_LINES.fullmatch(piece) is not None
+    return piece[:1] in _IDLE_STARTS and _IDLE_LINES.fullmatch(piece) is not None
 
 
 def _first_end(buffer: bytes | bytearray, start: int, has_cr: bool) -> int:

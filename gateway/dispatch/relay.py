@@ -82,6 +82,10 @@ class _Mode(Enum):
     ERROR = auto()
 
 
+_STREAM = _Mode.STREAM
+"""At hand, since it is asked for with every chunk."""
+
+
 def _here() -> bool:
     return False
 
@@ -226,7 +230,7 @@ class Relay:
             self._mode = _Mode.PASS
 
     def on_body(self, data: bytes) -> None:
-        if self._mode is _Mode.STREAM:
+        if self._mode is _STREAM:
             self._stream(data)
             return
         self._heard = True
@@ -282,6 +286,7 @@ class Relay:
     # -- streams -------------------------------------------------------------------------------------------------
 
     def _stream(self, data: bytes) -> None:
+        """Inspect the events that are whole by now, and pass on what may go."""
         ready = self._splitter.feed(data)
         if not ready:
             return
@@ -291,10 +296,6 @@ class Relay:
             now_s = self._clock.now_s()
             gap_s = now_s - self._last_byte_s
             self._last_byte_s = now_s
-        self._take(ready, gap_s)
-
-    def _take(self, ready: bytes, gap_s: float) -> None:
-        """Inspect whole events, which came gap_s after the ones before, and pass on what may go."""
         reader, shown = self._reader, self.output_tokens
         assert reader is not None
         if not self._committed and not self._response_id and self._exchange.path == "/v1/responses":

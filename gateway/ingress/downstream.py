@@ -32,6 +32,10 @@ class _Framing(Enum):
     NONE = auto()
 
 
+_CHUNKED = _Framing.CHUNKED
+"""At hand, since it is asked for with every chunk."""
+
+
 class TransportDownstream:
     """See the module header.
 
@@ -109,7 +113,7 @@ class TransportDownstream:
 
     def write(self, data: bytes) -> None:
         framing = self._framing
-        if framing is _Framing.CHUNKED:
+        if framing is _CHUNKED:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         elif framing is _Framing.LENGTH:
             if len(data) > self._left:
