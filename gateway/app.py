@@ -325,8 +325,7 @@ class Gateway:
             url, pool=self.settings.pool, log=self._log, rng=self._rng, on_call=self.telemetry.redis_call
         )
         stack.push_async_callback(queue.close)
-        self._answers = RedisAnswers(connect(url, pool=self.settings.pool), self.settings.pool)
-        stack.push_async_callback(self._answers.close)
+        self._answers = RedisAnswers(queue.client, self.settings.pool)
         try:
             warning = await queue.eviction_warning()
         except QueueUnavailable as error:

@@ -52,13 +52,9 @@ class Answers(Protocol):
         """Put a record in the place of another; b"" removes it. False: what is there is not `expected`."""
         ...
 
-    async def close(self) -> None:
-        """Close connections. Idempotent."""
-        ...
-
 
 class RedisAnswers:
-    """In Redis or Valkey, beside the pool's queue and in its slot of a cluster. Owns the client that it is given."""
+    """In Redis or Valkey, beside the pool's queue and in its slot of a cluster, by the queue's own client."""
 
     __slots__ = ("_client", "_pool")
 
@@ -74,9 +70,6 @@ class RedisAnswers:
     async def replace(self, digest: str, expected: bytes, record: bytes, lifetime_s: float) -> bool:
         done = await self._run("EVAL", _REPLACE, 1, self._key(digest), expected, record, int(lifetime_s * 1000))
         return bool(done)
-
-    async def close(self) -> None:
-        await self._client.aclose()
 
     def _key(self, digest: str) -> str:
         return answer_key(self._pool, digest)
@@ -114,9 +107,6 @@ class MemoryAnswers:
         else:
             del self._records[digest]
         return True
-
-    async def close(self) -> None:
-        self._records.clear()
 
     def _at(self, digest: str) -> bytes | None:
         now_s = self._now_s()

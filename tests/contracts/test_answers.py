@@ -18,14 +18,12 @@ _POOLS = itertools.count()
 
 @pytest_asyncio.fixture(params=["memory", "valkey"])
 async def answers(request: pytest.FixtureRequest) -> AsyncIterator[Answers]:
-    made: Answers
     if request.param == "memory":
-        made = MemoryAnswers()
+        yield MemoryAnswers()
     else:
         valkey: Server = request.getfixturevalue("valkey")
-        made = RedisAnswers(connect(valkey.url), f"answers-{next(_POOLS)}")
-    yield made
-    await made.close()
+        async with connect(valkey.url) as client:
+            yield RedisAnswers(client, f"answers-{next(_POOLS)}")
 
 
 async def test_the_first_one_begins_and_the_next_sees_its_record(answers: Answers) -> None:
@@ -68,14 +66,12 @@ async def test_in_memory_a_record_ends_with_its_lifetime() -> None:
 
 
 async def test_in_the_store_every_record_has_a_lifetime_and_shares_the_pools_slot(valkey: Server) -> None:
-    client = connect(valkey.url)
-    answers = RedisAnswers(connect(valkey.url), "mine")
-    await answers.begin("a", b"one")
-    leased_ms = await client.pttl(answer_key("mine", "a"))
-    await answers.replace("a", b"one", b"two", 3.0)
-    kept_ms = await client.pttl(answer_key("mine", "a"))
-    await client.aclose()
-    await answers.close()
+    async with connect(valkey.url) as client:
+        answers = RedisAnswers(client, "mine")
+        await answers.begin("a", b"one")
+        leased_ms = await client.pttl(answer_key("mine", "a"))
+        await answers.replace("a", b"one", b"two", 3.0)
+        kept_ms = await client.pttl(answer_key("mine", "a"))
 
     assert 0 < leased_ms <= LEASE_S * 1000
     assert 0 < kept_ms <= 3000
@@ -83,8 +79,8 @@ async def test_in_the_store_every_record_has_a_lifetime_and_shares_the_pools_slo
 
 
 async def test_a_store_that_is_not_there_is_told() -> None:
-    answers = RedisAnswers(connect("redis://127.0.0.1:1"), "mine")
+    async with connect("redis://127.0.0.1:1") as client:
+        answers = RedisAnswers(client, "mine")
 
-    with pytest.raises(AnswersUnavailable):
-        await answers.begin("a", b"one")
-    await answers.close()
+        with pytest.raises(AnswersUnavailable):
+            await answers.begin("a", b"one")
