@@ -124,8 +124,12 @@ class Idempotent:
             digest, record, answer = ended = self._to_end.popleft()
             try:
                 await self._answers.replace(digest, record, answer, self._keep_s)
+            except AnswersUnavailable:
+                self._to_end.append(ended)
+                raise
             except BaseException:
                 self._to_end.append(ended)
+                self._ended.set()  # `run` may have looked meanwhile, and found nothing to write
                 raise
 
     async def _first(self, exchange: Exchange, digest: str, record: bytes, fingerprint: bytes) -> None:
