@@ -602,6 +602,7 @@ class Dispatcher:
         pool_s = self._clock.pool_s()
         attempt = work.attempt + 1
         self._count(work, engine, attempt, pool_s)
+        self._ledger[engine].entries[work.id, attempt].taken = True
         self.tenants.granted(work, policy.tenant(work.tenant).weight)
         self._journal.began(work, engine, attempt, int(pool_s * 1000))
         self._steward.spent(self._credit.started)
@@ -622,7 +623,9 @@ class Dispatcher:
     def _take_back(self, grant: Grant) -> None:
         """Free the place of a grant that nobody will use."""
         entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
-        if entry is not None:
+        if entry is None:
+            self._known(grant)
+        else:
             self.finished(entry.work, grant, None)
 
     def _known(self, grant: Grant) -> None:

@@ -100,7 +100,7 @@ class Journal:
     def _running(self) -> Iterator[tuple[str, Key, Entry]]:
         for engine, ledger in self._ledger:
             for key, entry in ledger.entries.items():
-                if entry.claimed is None:
+                if entry.taken:  # and no claim of ours whose answer we do not know
                     yield engine, key, entry
 
     def _growth(self) -> Grew:

@@ -51,7 +51,7 @@ class Entry:
 
     output_tokens   shown by the last refresh
     recalled   it is being given up
-    taken     its owner, in this process, has taken the grant up
+    taken     it is for this process to run: a grant that its owner took up, or credit of ours
     claimed   whose it is, and the grant's place in that session's order; None: it runs (or will) in this process
     """
 

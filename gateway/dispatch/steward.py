@@ -230,7 +230,8 @@ class Steward:
 
     def _granted_here(self, engine: str, key: Key) -> bool:
         """Whether an attempt that began elsewhere is one that we granted: it is in its session's sums from now on."""
-        return self._ledger[engine].remove(*key)
+        entry = self._ledger[engine].entries.get(key)
+        return entry is not None and not entry.taken and self._ledger[engine].remove(*key)
 
     def ended(self, names: Iterable[str]) -> Hearing:
         """Sessions that are known to be over, not just silent: what they held is free at once."""

@@ -52,6 +52,7 @@ class Process:
     def begin(self, name: str, engine: str = "e") -> None:
         work = Work(name, "chat", "t", "m", "/v1/completions", accepted_s=1.0, rank=0.0, prompt_tokens=10)
         self.ledger[engine].add(work, 1, self.now_ms / 1000)
+        self.ledger[engine].entries[name, 1].taken = True
         self.journal.began(work, engine, 1, self.now_ms)
 
     def show(self, name: str, tokens: int = 1, engine: str = "e") -> None:
@@ -76,6 +77,18 @@ def hear(leader: Elsewhere, told: tuple[Told, ...], session: Session = SESSION) 
 
 def shape(news: list[News]) -> list[tuple[str, str]]:
     return [(type(event).__name__, event.work.id) for _, event in news]
+
+
+def test_a_claim_whose_answer_is_not_known_is_no_attempt_of_ours_to_the_next_leader() -> None:
+    process = Process()
+    process.journal.to_tell(0, process.now_ms)  # it leads
+    process.begin("ours")
+    claimed = Work("theirs", "chat", "t", "m", "/v1/completions", accepted_s=1.0, rank=0.0, prompt_tokens=10)
+    process.ledger["e"].add(claimed, 1, process.now_ms / 1000)
+
+    told = process.renew(epoch=EPOCH + 1)
+
+    assert [one.event.work.id for one in told if isinstance(one.event, Began)] == ["ours"]
 
 
 def test_a_life_is_told_as_if_it_had_happened_in_the_leader() -> None:

@@ -113,7 +113,8 @@ class QueueFaults:
 
 @dataclass(frozen=True, slots=True)
 class CallFault:
-    """Calls of one gateway to the store go wrong: all that it sends from at_s on for for_s, at most `times`.
+    """Calls of one gateway to the store go wrong: all that it sends from at_s on for for_s, at most `times`, the first
+    `spared` excepted.
 
     at_s        from the start of the load; < 0: from the gateway's start on, and for_s counts from the start of the load
     late_s      they arrive so late; answer_late_s: and are answered so late
@@ -125,6 +126,7 @@ class CallFault:
     at_s: float
     for_s: float
     times: int = 1_000_000
+    spared: int = 0
     late_s: float = 0.0
     answer_late_s: float = 0.0
     lost: bool = False

@@ -42,10 +42,10 @@ Answer = TypeVar("Answer")
 
 @dataclass(slots=True)
 class Spoiled:
-    """A fault of single calls, and how many more of them it has."""
+    """A fault of single calls, and how many of them it has met."""
 
     fault: CallFault
-    left: int
+    met: int = 0
 
 
 class FaultyQueue:
@@ -199,9 +199,9 @@ class FaultyQueue:
 
     def _spoilt(self, name: Call) -> CallFault | None:
         for one in self.spoiled:
-            if one.fault.call is name and one.left:
-                one.left -= 1
-                return one.fault
+            if one.fault.call is name and one.met < one.fault.spared + one.fault.times:
+                one.met += 1
+                return one.fault if one.met > one.fault.spared else None
         return None
 
     def _delay_s(self) -> float:

@@ -201,7 +201,7 @@ class GatewayHost:
 
     def spoil(self, fault: CallFault) -> None:
         """From now on these calls go wrong, also those of a process that is started meanwhile."""
-        self._spoiled.append(Spoiled(fault, fault.times))
+        self._spoiled.append(Spoiled(fault))
 
     def mend(self, fault: CallFault) -> None:
         self._spoiled[:] = [one for one in self._spoiled if one.fault is not fault]

@@ -41,6 +41,7 @@ class Mutant:
     breaks    what the simulation finds broken; None: nothing yet
     seed      of a run in which it does
     scene     the kind of that run
+    behind    the name of another mutant whose check stands behind this one: both are taken out
     """
 
     name: str
@@ -50,6 +51,7 @@ class Mutant:
     breaks: Invariant | None
     seed: int
     scene: str = Kind.STORM
+    behind: str = ""
 
     def __str__(self) -> str:
         return self.name

@@ -10,6 +10,7 @@ shows at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from tests.simulation.faults import (
     STORM_SPEED,
@@ -57,20 +58,7 @@ def _plan(
         queue=QueueFaults(),
         faults=tuple(faults),
         calls=tuple(calls),
-        clients=tuple(
-            ClientPlan(
-                number,
-                one.at_s,
-                one.behaviour,
-                one.class_name,
-                one.stream,
-                1,
-                one.max_tokens,
-                one.patience_s,
-                one.gateway,
-            )
-            for number, one in enumerate(numbered)
-        ),
+        clients=tuple(replace(one, number=number) for number, one in enumerate(numbered)),
     )
 
 
@@ -83,10 +71,11 @@ def _clients(
     every_s: float = 0.01,
     behaviour: Behaviour = Behaviour.PATIENT,
     patience_s: float = 0.0,
+    words: int = 1,
 ) -> list[ClientPlan]:
     """So many clients of one gateway, one after the other."""
     return [
-        ClientPlan(0, at_s + number * every_s, behaviour, "interactive", True, 1, tokens, patience_s, gateway)
+        ClientPlan(0, at_s + number * every_s, behaviour, "interactive", True, words, tokens, patience_s, gateway)
         for number in range(count)
     ]
 
@@ -150,7 +139,7 @@ SCENES: Mapping[str, Plan] = {
         window=4,
         clients=[_clients(2, 0.5, 3, MIDDLE)],
         faults=[_on(FaultKind.GATEWAY_DRAIN, 1, 1.0, 8.0)],
-        calls=[CallFault(1, Call.RESIGN, 0.5, 5.0, late_s=2.9)],
+        calls=[CallFault(1, Call.RESIGN, 0.5, 5.0, late_s=2.75)],
     ),
     # A process with a long queue is stopped until its session is over.
     "stopped_owner": _plan(
@@ -177,7 +166,7 @@ SCENES: Mapping[str, Plan] = {
         clients=[
             _clients(2, 0.2, 12, SHORT, every_s=0.22),
             _clients(1, 3.1, 20, VERY_LONG),
-            _clients(2, 4.6, 14, MIDDLE, every_s=0.2),
+            _clients(2, 5.3, 14, MIDDLE, every_s=0.15),
         ],
         calls=[CallFault(2, Call.RENEW, 3.0, 6.0, unheard=True)],
     ),
@@ -219,15 +208,17 @@ SCENES: Mapping[str, Plan] = {
             CallFault(2, Call.REQUEUE, 7.0, 1.0, lost=True),
         ],
     ),
-    # Claims are made, and the leader does not hear of it: once, and twice.
+    # Claims are made and the leader does not hear of it, whose owner reads its grants late.
     "claims_unheard": _plan(
         12.0,
         gateways=2,
-        window=3,
-        clients=[_clients(2, 0.5, 10, MIDDLE), _clients(1, 0.6, 6, MIDDLE)],
+        window=8,
+        clients=[_clients(1, 0.4, 3, VERY_LONG), _clients(2, 0.5, 24, MIDDLE)],
         calls=[
-            *(CallFault(1, Call.CLAIM, 1.0 + at, 0.9, times=1, unheard=True) for at in range(4)),
-            *(CallFault(1, Call.CLAIM, 5.0 + at, 0.9, times=2, unheard=True) for at in range(4)),
+            CallFault(1, Call.CLAIM, 2.0, 2.0, times=2, unheard=True),
+            CallFault(2, Call.TAKE, 2.0, 3.0, lost=True),
+            CallFault(1, Call.CLAIM, 6.5, 2.0, times=2, unheard=True),
+            CallFault(2, Call.TAKE, 6.5, 3.0, lost=True),
         ],
     ),
     # Claims arrive late, after their caller has repeated them and after they were decided anew.
@@ -244,10 +235,9 @@ SCENES: Mapping[str, Plan] = {
     "late_enqueue": _plan(
         8.0,
         gateways=2,
-        window=1,
-        max_queue=3,
+        window=2,
         clients=[
-            _clients(1, 0.5, 3, LONG),
+            _clients(1, 0.5, 4, LONG),
             _clients(2, 1.0, 6, SHORT, every_s=0.2, behaviour=Behaviour.LEAVES_BEFORE_HEAD, patience_s=0.4),
             _clients(2, 1.1, 4, SHORT, every_s=0.2),
         ],
@@ -266,17 +256,14 @@ SCENES: Mapping[str, Plan] = {
         faults=[_on(FaultKind.GATEWAY_CRASH, 1, 4.0, 9.0)],
         calls=[CallFault(3, Call.RENEW, 3.9, 4.5, lost=True)],
     ),
-    "killed_leader_grants": _plan(
-        14.0,
+    # The leader leaves when another process has taken up grants of it, and could not report them yet.
+    "left_grants": _plan(
+        10.0,
         gateways=3,
-        window=5,
-        clients=[
-            _clients(3, 0.5, 10, LONG, every_s=0.1),
-            _clients(2, 0.6, 12, LONG, every_s=0.1),
-            _clients(1, 0.5, 4, SHORT),
-        ],
-        faults=[_on(FaultKind.GATEWAY_CRASH, 1, 4.0, 9.0)],
-        calls=[CallFault(3, Call.RENEW, 1.0, 7.0, lost=True)],
+        window=6,
+        clients=[_clients(1, 1.2, 6, MIDDLE), _clients(3, 1.3, 6, LONG), _clients(2, 1.5, 8, LONG)],
+        faults=[_on(FaultKind.GATEWAY_DRAIN, 1, 3.75, 5.0)],
+        calls=[CallFault(3, Call.RENEW, 3.45, 2.5, lost=True)],
     ),
     # The store is away for longer than a session, with windows full on both sides.
     "store_away": _plan(
@@ -293,6 +280,156 @@ SCENES: Mapping[str, Plan] = {
         window=6,
         clients=[_clients(gateway, 0.4, 16, MIDDLE, every_s=0.5) for gateway in (1, 2, 3)],
         faults=[Fault(FaultKind.QUEUE_FLUSH, at_s, 0.0, "queue") for at_s in (3.0, 7.3, 12.1)],
+    ),
+    # A work is refused by a full queue, and an earlier call that asked for it arrives when there is room.
+    "refused_and_late": _plan(
+        18.0,
+        gateways=2,
+        window=2,
+        max_queue=2,
+        clients=[_clients(1, 0.5, 2, LONG), _clients(1, 0.7, 3, SHORT), _clients(2, 1.0, 1, SHORT)],
+        calls=[CallFault(2, Call.ENQUEUE, 0.9, 1.6, times=1, late_s=9.0)],
+    ),
+    # A process learns from its works that its session is lost, while it renews it.
+    "two_beats": _plan(
+        26.0,
+        gateways=2,
+        window=3,
+        clients=[_clients(2, 0.5, 10, LONG), _clients(2, 3.0, 12, LONG, every_s=0.05)],
+        faults=[Fault(FaultKind.QUEUE_FLUSH, 3.0, 0.0, "queue")],
+        calls=[CallFault(2, Call.RENEW, 2.9, 1.0, late_s=0.1, answer_late_s=0.1)],
+    ),
+    # A leader whose clock is ahead leaves, and one whose clock is behind grants at once.
+    "hasty_successor": _plan(
+        20.0,
+        gateways=5,
+        window=6,
+        clients=[_clients(2, 0.5, 30, SHORT, every_s=0.02), _clients(3, 0.5, 30, SHORT, every_s=0.02)],
+        faults=[_on(FaultKind.GATEWAY_DRAIN, 1, 2.0, 16.0)],
+        calls=[
+            CallFault(1, Call.TIME, BEFORE, 19.0, late_s=0.18),
+            *(CallFault(other, Call.TIME, BEFORE, 19.0, answer_late_s=0.18) for other in OTHERS),
+        ],
+    ),
+    # A leader is stopped while it claims, for longer than a grant is valid.
+    "stopped_leader_claims": _plan(
+        14.0,
+        gateways=2,
+        window=3,
+        clients=[_clients(1, 0.5, 12, MIDDLE), _clients(2, 0.6, 6, MIDDLE)],
+        faults=[_on(FaultKind.GATEWAY_FREEZE, 1, 3.0, 6.0)],
+        calls=[CallFault(1, Call.CLAIM, 1.0, 4.0, answer_late_s=0.4), CallFault(1, Call.TAKE, 1.0, 2.5, lost=True)],
+    ),
+    # A process hears that its session is lost, and not what became of the new one.
+    "renewal_lost_after_flush": _plan(
+        10.0,
+        gateways=2,
+        window=10,
+        clients=[
+            _clients(2, 0.2, 14, SHORT, every_s=0.2),
+            _clients(1, 3.2, 20, VERY_LONG),
+            _clients(2, 3.9, 20, MIDDLE, every_s=0.05),
+        ],
+        faults=[Fault(FaultKind.QUEUE_FLUSH, 3.0, 0.0, "queue")],
+        calls=[CallFault(2, Call.RENEW, 3.0, 2.0, spared=1, unheard=True)],
+    ),
+    # Prompts are much longer than those that credit was given for.
+    "long_prompts": _plan(
+        6.0,
+        gateways=2,
+        window=20,
+        clients=[_clients(2, 0.2, 50, 1, every_s=0.05), _clients(2, 2.7, 8, SHORT, words=2000)],
+    ),
+    # What comes at once just fits, again and again, and then is twice as much.
+    "bursts": _plan(
+        7.0,
+        gateways=3,
+        window=3,
+        clients=[
+            *(_clients(gateway, 0.3 + at, 2, 1) for gateway in (1, 2, 3) for at in range(5)),
+            *(_clients(gateway, 5.3, 4, 1) for gateway in (1, 2, 3)),
+        ],
+    ),
+    # A process starts when every place is taken, and is cut off.
+    "full_when_it_comes": _plan(
+        14.0,
+        gateways=2,
+        window=4,
+        clients=[_clients(1, 1.5, 8, VERY_LONG), _clients(2, 8.0, 2, MIDDLE, every_s=0.4)],
+        faults=[_on(FaultKind.GATEWAY_DRAIN, 2, 0.5, 3.0), _cut(2, 7.0, 6.0)],
+    ),
+    # A process that is idle in a busy pool is cut off, and uses its floor just before its session is over.
+    "floor_used_late": _plan(
+        14.0,
+        gateways=2,
+        window=4,
+        clients=[_clients(1, 1.0, 8, VERY_LONG), _clients(2, 7.6, 2, MIDDLE, every_s=0.4)],
+        faults=[_cut(2, 4.0, 8.0)],
+    ),
+    # A process with many works is cut off from the store, and goes on with them.
+    "silent_with_works": _plan(
+        14.0,
+        gateways=2,
+        window=8,
+        clients=[_clients(2, 0.5, 6, VERY_LONG), _clients(1, 1.0, 10, VERY_LONG)],
+        faults=[_cut(2, 3.0, 8.0)],
+    ),
+    # A process that is not heard of starts what its credit still allows.
+    "silent_with_credit": _plan(
+        10.0,
+        gateways=2,
+        window=12,
+        clients=[
+            _clients(2, 0.2, 12, SHORT, every_s=0.22),
+            _clients(1, 3.0, 20, VERY_LONG),
+            _clients(2, 4.45, 6, MIDDLE, every_s=0.06),
+        ],
+        calls=[CallFault(2, Call.RENEW, 2.95, 5.0, lost=True)],
+    ),
+    # A leader that cannot renew its session has given its places away.
+    "leader_without_renewals": _plan(
+        12.0,
+        gateways=2,
+        window=6,
+        clients=[_clients(1, 1.0, 6, MIDDLE), _clients(2, 1.2, 10, LONG), _clients(1, 3.6, 4, MIDDLE, every_s=0.1)],
+        calls=[CallFault(1, Call.RENEW, 2.9, 2.0, lost=True)],
+    ),
+    # A leader's time runs out while its claims are on the way, and it may use its share.
+    "claims_without_leading": _plan(
+        12.0,
+        gateways=2,
+        window=6,
+        clients=[_clients(1, 1.0, 30, MIDDLE, every_s=0.1), _clients(2, 1.2, 4, LONG)],
+        calls=[
+            CallFault(1, Call.RENEW, 3.0, 4.0, lost=True),
+            CallFault(1, Call.CLAIM, 3.0, 4.0, unheard=True),
+            CallFault(1, Call.TAKE, 3.0, 4.0, lost=True),
+        ],
+    ),
+    # A process leads before it has read what its predecessor granted it.
+    "untaken_grants": _plan(
+        12.0,
+        gateways=2,
+        window=5,
+        clients=[_clients(1, 1.2, 5, MIDDLE), _clients(2, 1.3, 14, LONG)],
+        faults=[_on(FaultKind.GATEWAY_DRAIN, 1, 3.8, 6.0)],
+        calls=[CallFault(2, Call.TAKE, 3.0, 3.0, lost=True)],
+    ),
+    # The store is not told at once what has ended.
+    "settles_lost": _plan(
+        6.0,
+        gateways=2,
+        window=2,
+        clients=[_clients(2, 0.5, 6, MIDDLE)],
+        calls=[CallFault(2, Call.SETTLE, 2.0, 3.0, times=2, lost=True)],
+    ),
+    # An engine is drained while there is credit for it.
+    "drained_engine": _plan(
+        6.0,
+        gateways=2,
+        window=8,
+        clients=[_clients(2, 0.3, 10, SHORT, every_s=0.2), _clients(2, 2.35, 3, SHORT)],
+        faults=[Fault(FaultKind.ENGINE_DRAIN, 2.3, 2.0, "engine-1")],
     ),
 }
 """By the names that tell in `make simulate KIND=late_lead SEED=1`."""

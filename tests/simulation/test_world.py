@@ -33,6 +33,7 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "a late call made the leadership record anew after a flush": (Kind.STORM, 1),
     "credit that one process could still use was given to another": ("in_step", 1),
     "a floor took the only place of an engine": ("one_place", 0),
+    "a claim of another's work was told as an attempt of the one that had claimed it": ("claims_without_leading", 0),
 }
 """Seeds that showed a fault once: they stay in the suite, whatever else it runs."""
 
