@@ -130,6 +130,15 @@ CLIENTS := tests/end_to_end/clients
 	@.venv/deploy/bin/pip install --quiet --disable-pip-version-check --no-compile -r tests/deploy/tools.txt
 	@touch $@
 
+# Other people's gateways, for tests/benchmarks/bench_peers.py.
+.venv/.peers: | .venv/bin/python
+	@echo "installing vllm-router and LiteLLM (about 730 MB) below .venv/peers"
+	@for peer in vllm-router==0.1.17 'litellm[proxy]==1.108.7'; do \
+	  folder=$${peer%%==*}; folder=.venv/peers/$${folder%%\[*}; \
+	  $(PYTHON) -m venv --clear $$folder && \
+	  $$folder/bin/pip install --quiet --disable-pip-version-check --no-compile "$$peer" || exit 1; done
+	@touch $@
+
 .venv/.ray: tests/ray_serve/requirements.txt constraints.txt | .venv/bin/python
 	@echo "installing Ray Serve, llama.cpp and SmolLM2-135M (about 610 MB) below .venv/ray"
 	@$(PYTHON) -m venv --clear .venv/ray

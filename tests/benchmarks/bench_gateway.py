@@ -16,11 +16,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 import uvloop
@@ -79,13 +80,30 @@ class Measured:
     failed: int
 
 
-class Bench:
-    """One gateway before one engine."""
+def _alone(pid: int) -> Sequence[int]:
+    return (pid,)
 
-    def __init__(self, engine: EngineProcess, gateway: GatewayProcess, size: Size) -> None:
+
+class Served(Protocol):
+    """A gateway, ours or another, as a process."""
+
+    @property
+    def public_url(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+
+class Bench:
+    """One gateway before one engine. counted: of which processes CPU and memory are told, by the gateway's id."""
+
+    def __init__(
+        self, engine: EngineProcess, gateway: Served, size: Size, *, counted: Callable[[int], Sequence[int]] = _alone
+    ) -> None:
         self._engine = engine
         self._gateway = gateway
         self._size = size
+        self._counted = counted
         self.failed = 0
 
     async def all(self) -> Measured:
@@ -141,9 +159,9 @@ class Bench:
     async def _per_request(self) -> tuple[float, float]:
         """CPU of one whole answer: the gateway's and the generator's, microseconds."""
         url, count = self._gateway.public_url, self._size.requests
-        before, mine = cpu_s(self._gateway.pid), time.process_time()
+        before, mine = self._cpu_s(), time.process_time()
         await self._looped(url, count, clients=32, stream=False)
-        return 1e6 * (cpu_s(self._gateway.pid) - before) / count, 1e6 * (time.process_time() - mine) / count
+        return 1e6 * (self._cpu_s() - before) / count, 1e6 * (time.process_time() - mine) / count
 
     async def _per_chunk(self) -> tuple[float, float, float]:
         """CPU of one chunk of a stream, less what the request itself costs (measured as a stream of one chunk)."""
@@ -152,9 +170,9 @@ class Bench:
         assert self._engine.process is not None
         engine_pid = self._engine.process.pid
         for tokens in (1, size.chunk_tokens):
-            before = cpu_s(self._gateway.pid), time.process_time(), cpu_s(engine_pid)
+            before = self._cpu_s(), time.process_time(), cpu_s(engine_pid)
             await self._looped(url, size.chunk_streams, clients=size.chunk_streams, stream=True, tokens=tokens)
-            after = cpu_s(self._gateway.pid), time.process_time(), cpu_s(engine_pid)
+            after = self._cpu_s(), time.process_time(), cpu_s(engine_pid)
             shares.append((after[0] - before[0], after[1] - before[1], after[2] - before[2]))
         chunks = size.chunk_streams * (size.chunk_tokens - 1)
         first, rest = shares
@@ -197,9 +215,11 @@ class Bench:
         record = Record(time.monotonic, Objectives())
         return record, Client(Target(url, "fast", stream=stream), {"": record})
 
+    def _cpu_s(self) -> float:
+        return sum(map(cpu_s, self._counted(self._gateway.pid)))
+
     def _rss_kib(self) -> int:
-        lines = Path(f"/proc/{self._gateway.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+        return sum(map(rss_kib, self._counted(self._gateway.pid)))
 
 
 class Begun:
@@ -223,6 +243,12 @@ class Begun:
 
 def _same(tokens: int) -> Iterator[Request]:
     return repeat(Request(0.0, PROMPT_TOKENS, tokens))
+
+
+def rss_kib(pid: int) -> int:
+    """Resident memory of one process now."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 def cpu_s(pid: int) -> float:
