@@ -14,7 +14,7 @@ from tests.end_to_end.conftest import SHORT_TIMEOUTS, StartGateway, engines_yaml
 from tests.end_to_end.engine_process import eventually
 from tests.end_to_end.scripted_engine import MODEL, Asked, ScriptedEngine, Wire, answer, event
 
-pytestmark = pytest.mark.many
+pytestmark = pytest.mark.slow
 
 POLICY = """\
 version: 1
@@ -108,6 +108,7 @@ async def test_capacity_asks_for_a_key_where_one_is_needed_and_refuses_nonsense(
     assert busy.value.response.headers["x-headrace-batch-fits"] == "65536"
 
 
+@pytest.mark.many
 async def test_workers_tell_what_the_deciding_process_published(start_gateway: StartGateway, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(POLICY)

@@ -11,7 +11,7 @@ from tests.end_to_end.engine_process import simulated
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.redis_servers import serving
 
-pytestmark = pytest.mark.many
+pytestmark = pytest.mark.slow
 
 
 async def test_behind_a_shared_redis_the_first_request_of_each_gateway_is_served(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.scripted_engine import DONE, MODEL, Asked, ScriptedEngine, Wire, answer, delta, event, hello
 from tests.redis_servers import serving
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.many]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 

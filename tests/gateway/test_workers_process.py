@@ -17,7 +17,7 @@ from gateway.workers.accepting import Board, listening_sockets, new_board
 from gateway.workers.channel import Channel, Do, Order, Report, Start
 from tests.gateway.ingress.raw_client import RawClient, request
 
-pytestmark = pytest.mark.many
+pytestmark = pytest.mark.slow
 WAIT_S = 30.0
 
 

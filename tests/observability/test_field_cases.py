@@ -18,7 +18,7 @@ import pytest
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.scripted_engine import MODEL, ScriptedEngine
 
-pytestmark = pytest.mark.many
+pytestmark = pytest.mark.slow
 
 MANY = 1000
 
