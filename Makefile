@@ -27,7 +27,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 
-# The tests start hundreds of processes; where bytecode may not be kept, each of them compiles all of us anew.
+# The tests start many processes; where bytecode may not be kept, each of them compiles all of us anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-many test-load-tools cross-check test-observability test-deploy test-engines test-ray generate lint simulate bench clean
