@@ -35,6 +35,8 @@ BULK: Final = "bulk"
 BEGINNING_TOKENS: Final = 8
 BULK_SEED: Final = 1_000
 WARM_REQUESTS: Final = 3
+SCALE_ARMS: Final = 2
+"""Arms' time in which the objective is measured."""
 SETTLE_S: Final = 30.0
 LOOK_S: Final = 0.1
 TTFT_BAR: Final = 1.5
@@ -192,7 +194,7 @@ class Bench:
         each_s = [row.end_s - row.sent_s for row in watch.rows[WARM_REQUESTS:] if row.sent_s is not None]
         request_s = sum(each_s) / len(each_s)
         rate_rps = plan.share / request_s
-        alone = await self._play(Arm.ALONE, self._straight, rate_rps, seed=plan.seed)
+        alone = await self._play(Arm.ALONE, self._straight, rate_rps, seed=plan.seed, for_s=SCALE_ARMS * plan.for_s)
         p95_s = alone.ttft_p95_s
         if p95_s is None:
             raise RuntimeError(
@@ -216,12 +218,15 @@ class Bench:
                     played.append(one)
         return concluded(scale, played, plan.for_s)
 
-    async def _play(self, arm: Arm, target: Target, rate_rps: float, *, seed: int) -> Played:
+    async def _play(
+        self, arm: Arm, target: Target, rate_rps: float, *, seed: int, for_s: float | None = None
+    ) -> Played:
         plan = self._plan
+        for_s = plan.for_s if for_s is None else for_s
         record, bulk = Record(self._clock, Objectives()), Bulk()
         people = Client(target, {INTERACTIVE: record}, clock=self._clock)
         machines = Client(target, {BULK: bulk}, clock=self._clock)
-        times_s = arrivals(steady(rate_rps, plan.for_s), cv=1.0, seed=seed)
+        times_s = arrivals(steady(rate_rps, for_s), cv=1.0, seed=seed)
         requests = self._requests(times_s, replace(plan.interactive, seed=seed), INTERACTIVE)
         many = self._requests(at_once(), replace(plan.bulk, seed=BULK_SEED + seed), BULK)
         loop = ClosedLoop(machines, many, clients=0 if arm is Arm.ALONE else plan.bulk_clients)
@@ -231,7 +236,7 @@ class Bench:
                 running = group.create_task(loop.run())
                 await asyncio.sleep(0 if arm is Arm.ALONE else plan.lead_s)
                 before = bulk.got_tokens
-                counting = group.create_task(_after(plan.for_s, lambda: bulk.got_tokens))
+                counting = group.create_task(_after(for_s, lambda: bulk.got_tokens))
                 await open_loop(people, requests)
                 got = await counting - before
                 await answered(people, within_s=target.timeout_s)
@@ -239,7 +244,7 @@ class Bench:
         finally:
             await people.close()
             await machines.close()
-        return Played(arm, record, got, bulk.errors, plan.for_s)
+        return Played(arm, record, got, bulk.errors, for_s)
 
     def _requests(self, times_s: Iterator[float], workload: Workload, class_name: str) -> Iterator[Request]:
         """Requests that begin like no other ones."""

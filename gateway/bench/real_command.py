@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -203,14 +204,15 @@ async def _measure(name: str, plan: Plan, path: str) -> Measured:
 async def _engine(name: str, folder: Path) -> AsyncIterator[EngineSettings]:
     kind, plus, what = name.rpartition("+")
     if what not in STARTED:
-        yield parse_engine(name)
+        yield replace(parse_engine(name), gpu=GpuSettings("none"))
         return
     missing, command, start_s = STARTED[what]
     if missing():
         raise SettingsError(f"bench real: {what} is not installed; {missing()}")
     _say(f"{name}: starting")
     async with engine_process(what, command, folder, start_s=start_s) as url:
-        yield engine_at(url, name=what, kind=kind if plus else what)
+        engine = engine_at(url, name=what, kind=kind if plus else what)
+        yield replace(engine, gpu=GpuSettings("none"), priority=what == "vllm" or None)
 
 
 async def _backend(engine: EngineSettings, address: EngineAddress) -> OpenAICompatible:
@@ -231,7 +233,7 @@ async def _gateway(engine: EngineSettings, objective_s: float, folder: Path) -> 
         listen="127.0.0.1:0",
         admin_listen="127.0.0.1:0",
         state_dir=folder / "state",
-        engines=(EngineSettings(engine.name, engine.url, engine.kind, engine.api_key, gpu=GpuSettings("none")),),
+        engines=(engine,),
         policy_file=policy,
         timeouts=Timeouts(drain_s=DRAIN_S),
     )

@@ -15,6 +15,7 @@ from policies.estimators.survival import HORIZONS, Lengths
 from policies.limits.token_ledger import TokenLedger, guards
 from policies.limits.token_ledger.account import CORRELATION, NOTHING, Account, Sums, forecast, newcomer
 from policies.limits.token_ledger.black_box import BlackBox
+from policies.limits.token_ledger.found_seats import KEPT_S, FoundSeats
 from policies.limits.token_ledger.guards import KV_SHARE, Asked, Scene
 from policies.limits.token_ledger.window import Growth
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Running, Sampled
@@ -56,6 +57,7 @@ SCENE = Scene(
     window=4,
     bound_tokens=None,
     seats=None,
+    patient_seats=None,
     usual_memory_fraction=None,
     oversize_due=False,
 )
@@ -328,7 +330,22 @@ def test_urgent_prompts_beyond_the_pipe_stay_where_their_order_can_change() -> N
         ledger.on_event(Granted(one, "e0", 1), NOW_S)
         pending += one.prompt_tokens
 
-    assert admitted == [True, False, False]
+    assert admitted == [True, True, False]
+
+
+def test_the_pipe_is_thin_where_the_objective_leaves_room_for_many_prompts() -> None:
+    ledger = TokenLedger(POLICY)
+    some = [work(f"c{number}", "chat", prompt_tokens=300) for number in range(12)]
+    for number, one in enumerate(some):
+        view = told({"chat": number}, kv_tokens=300 * number, prefill_tokens=300 * number)
+        if not ledger.admit(one, view, NOW_S).admitted:
+            break
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+
+    value, threshold, passed = reading(ledger.admit(one, view, NOW_S), Guard.STALL)
+    assert number > 2
+    assert (threshold, passed) == (guards.PIPE_SHARE * 0.5, False)
+    assert value > threshold
 
 
 def test_answers_that_show_nothing_before_their_end_do_not_fill_the_pipe_for_ever() -> None:
@@ -373,8 +390,8 @@ def test_an_answer_that_shows_nothing_before_its_end_is_not_taken_for_foreign_tr
         (Guard.STALL, {"pending_patient": 9000.0}, False),
         (Guard.TTFT, {"pending_urgent": 1000.0}, True),
         (Guard.TTFT, {"pending_urgent": 9000.0}, False),
-        (Guard.SEATS, {"seats": 16, "patient": 13}, True),
-        (Guard.SEATS, {"seats": 16, "patient": 14}, False),
+        (Guard.SEATS, {"seats": 16, "patient_seats": 14, "patient": 13}, True),
+        (Guard.SEATS, {"seats": 16, "patient_seats": 14, "patient": 14}, False),
     ],
 )
 def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], passes: bool) -> None:
@@ -602,3 +619,93 @@ def test_without_any_reading_of_memory_no_number_is_made_up() -> None:
 
     assert Guard.KV not in {one.guard for one in verdict.guards}
     assert reading(verdict, Guard.STALE)[2]
+
+
+# -- seats -------------------------------------------------------------------------------------------------------------
+
+
+def says(running: float, waiting: float, *, used: float = 0.1, age_s: float = 0.0) -> EngineView:
+    """An engine that tells what it runs and has waiting, but not its seats."""
+    return replace(
+        told(used=used), running=Reading(running, age_s, Quality.FRESH), waiting=Reading(waiting, age_s, Quality.FRESH)
+    )
+
+
+def found(*polls: tuple[float, float], used: float = 0.1) -> int | None:
+    seats = FoundSeats()
+    for number, (runs, waits) in enumerate(polls):
+        for age_s in (0.0, 0.25):  # two control ticks look at one poll
+            seats.hear(says(runs, waits, used=used, age_s=age_s), NOW_S + 0.5 * number + age_s)
+    return seats.value
+
+
+@pytest.mark.parametrize(
+    ("polls", "seats"),
+    [
+        ([(16, 4), (16, 2), (16, 7)], 16),
+        ([(16, 4), (16, 2)], None),
+        ([(16, 4), (16, 0), (16, 7)], None),
+        ([(14, 4), (15, 2), (16, 7)], None),
+        ([(0, 4), (0, 4), (0, 4)], None),
+        ([(16, 4), (16, 2), (16, 7), (12, 0)], 16),
+        ([(8, 1), (8, 1), (8, 1), (9, 0)], None),
+        ([(8, 1), (8, 1), (8, 1), (16, 1), (16, 1), (16, 1)], 16),
+    ],
+)
+def test_an_engine_with_works_waiting_and_room_in_its_memory_runs_as_many_as_it_has_seats(
+    polls: list[tuple[float, float]], seats: int | None
+) -> None:
+    assert found(*polls) == seats
+
+
+def test_works_that_wait_for_memory_say_nothing_of_seats() -> None:
+    assert found((16, 4), (16, 4), (16, 4), used=0.9) is None
+
+
+def test_what_was_found_of_seats_is_found_anew_after_a_while() -> None:
+    seats = FoundSeats()
+    for number in range(3):
+        seats.hear(says(16, 4), NOW_S + number)
+    kept = seats.value
+
+    seats.hear(says(10, 0), NOW_S + KEPT_S + 3)
+
+    assert (kept, seats.value) == (16, None)
+
+
+def test_seats_that_were_found_bind_as_told_ones_until_the_engine_is_another() -> None:
+    ledger = TokenLedger(POLICY)
+    for number in range(3):
+        ledger.on_event(Sampled(says(8, 3), {"night": 8}), NOW_S + number)
+    bulk = ledger.admit(work("x", "night"), replace(says(8, 0), in_flight={"night": 7}), NOW_S + 3)
+    urgent = ledger.admit(work("x", "chat"), replace(says(8, 0), in_flight={"night": 7}), NOW_S + 3)
+
+    ledger.on_event(Sampled(replace(says(0, 0), start_time_s=fresh(99.0)), {"night": 8}), NOW_S + 4)
+    after = ledger.admit(work("x", "night"), replace(says(8, 0), in_flight={"night": 7}), NOW_S + 5)
+
+    assert reading(bulk, Guard.SEATS) == (8, 7, False)
+    assert reading(urgent, Guard.SEATS) == (8, 8, True)
+    assert not [one for one in after.guards if one.guard is Guard.SEATS]
+
+
+@pytest.mark.parametrize(
+    ("seats", "peak", "left"), [(16, 0, 14), (16, 5, 11), (16, 12, 8), (4, 1, 3), (4, 2, 2), (1, 3, 1)]
+)
+def test_bulk_leaves_the_seats_that_urgent_works_take_at_their_peak(seats: int, peak: int, left: int) -> None:
+    assert guards.patient_seats(seats, peak) == left
+
+
+def test_the_peak_of_urgent_works_is_kept_for_minutes_and_lowers_the_window() -> None:
+    ledger = TokenLedger(POLICY)
+    some = [work(f"c{number}", "chat") for number in range(5)]
+    for one in some:
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+    ledger.on_event(Progressed("e0", [Running(one, 1, 10, True) for one in some]), NOW_S)
+    for number in range(20):
+        ledger.on_event(Sampled(told({"chat": 5}), {}), NOW_S + number)
+    for one in some:
+        ledger.on_event(Finished(one, "e0", None, 1), NOW_S + 20)
+
+    verdict = ledger.admit(work("x", "night"), replace(told({"night": 8}), seats=fresh(12)), NOW_S + 21)
+
+    assert reading(verdict, Guard.SEATS) == (9, 7, False)

@@ -1,7 +1,8 @@
 """Sizing policy `token_ledger`: KV tokens held and still to come, against what the engine has.
 
-Five files by idea: `account` (what an engine holds and will), `guards` (value against threshold), `window` (grow, hold,
-shrink), `black_box` (an engine that tells nothing) and `policy`, which puts them together behind the contract.
+Six files by idea: `account` (what an engine holds and will), `guards` (value against threshold), `window` (grow, hold,
+shrink), `black_box` (an engine that tells nothing), `found_seats` (one that does not tell its seats) and `policy`, which puts
+them together behind the contract.
 """
 
 from policies.limits.token_ledger.policy import TokenLedger

@@ -188,6 +188,7 @@ class Account:
         "_gap_prompts",
         "_gap_since_s",
         "_lengths",
+        "_peak_sequences",
         "_peaks",
         "_urgent",
         "entries",
@@ -196,7 +197,9 @@ class Account:
         "offset",
         "step",
         "sums",
+        "urgent_peak_sequences",
         "urgent_peak_tokens",
+        "urgent_sequences",
         "urgent_tokens",
     )
 
@@ -208,9 +211,11 @@ class Account:
         self.offset = OffsetFilter()
         self.urgent_tokens = 0
         self.urgent_peak_tokens = 0.0
+        self.urgent_sequences = self.urgent_peak_sequences = 0
         self.gap_s: float | None = None
         self.first_tokens: deque[tuple[float, float]] = deque()
         self._peaks: deque[int] = deque(maxlen=PEAK_KEPT_S)
+        self._peak_sequences: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._gap_since_s: float | None = None
         self._gap_prompts = 0
 
@@ -281,18 +286,21 @@ class Account:
 
     def refresh(self) -> None:
         """All forecasts and sums from the entries, O(works)."""
-        self.urgent_tokens = 0
+        self.urgent_tokens = self.urgent_sequences = 0
         for entry in self.entries.values():
             entry.means, entry.variances = forecast(entry.work, entry.shown_tokens, entry.keys, self._lengths)
             if entry.urgent:
+                self.urgent_sequences += entry.work.sequences
                 self.urgent_tokens += entry.work.prompt_tokens + entry.shown_tokens
         self.sums = Sums.of(self.entries.values())
 
     def note_peak(self) -> None:
         """Once a second: what the urgent classes hold; its 95th percentile over ten minutes is their peak."""
         self._peaks.append(self.urgent_tokens)
-        ordered = sorted(self._peaks)
-        self.urgent_peak_tokens = float(ordered[int(0.95 * (len(ordered) - 1))])
+        self._peak_sequences.append(self.urgent_sequences)
+        at = int(0.95 * (len(self._peaks) - 1))
+        self.urgent_peak_tokens = float(sorted(self._peaks)[at])
+        self.urgent_peak_sequences = sorted(self._peak_sequences)[at]
 
     def _look_at_gaps(self, now_s: float) -> None:
         """Learn steps from the tokens that works made in a window: who decoded all through it made one a step."""

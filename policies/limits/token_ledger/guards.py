@@ -41,6 +41,7 @@ class Scene:
     sequences, patient             works in flight, and those without an objective
     hypothesis_tokens              a long prompt (p95) of the urgent class with the tightest objective; None: no such class
     objective_s, tpot_s            its objective for that prompt; the tightest gap; None: none is set
+    seats, patient_seats           of the engine, and those that works without an objective may take; None: not known
     usual_memory_fraction          the least GPU memory in use that was ever seen here
     oversize_due                   time for one prompt that nobody with an objective could be in time behind
     """
@@ -63,6 +64,7 @@ class Scene:
     window: int
     bound_tokens: float | None
     seats: int | None
+    patient_seats: int | None
     usual_memory_fraction: float | None
     oversize_due: bool
 
@@ -115,12 +117,18 @@ def bound(scene: Scene, asked: Asked) -> GuardReading | None:
 
 
 def seats(scene: Scene, asked: Asked, *, patient: bool) -> GuardReading | None:
-    """Patient works never fill the last eighth of the seats, and are bound by what they hold, not by what is free."""
-    if scene.seats is None:
+    """Patient works leave seats for urgent ones, and are bound by what they hold, not by what is free."""
+    if scene.seats is None or scene.patient_seats is None:
         return None
     if patient:
-        return _reading(Guard.SEATS, scene.patient + asked.sequences, max(1, scene.seats - max(1, scene.seats // 8)))
+        return _reading(Guard.SEATS, scene.patient + asked.sequences, scene.patient_seats)
     return _reading(Guard.SEATS, scene.sequences + asked.sequences, scene.seats)
+
+
+def patient_seats(seats: int, urgent_peak: int) -> int:
+    """Seats for works without an objective: all but what urgent works take at their peak, at least an eighth and at most
+    half of them. Whoever finds no seat free waits for the end of somebody's answer."""
+    return max(1, seats - max(1, seats // 8, min(urgent_peak, seats // 2)))
 
 
 def gaps(scene: Scene, asked: Asked, model: StepModel) -> GuardReading | None:
@@ -161,10 +169,12 @@ def stall(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizin
 
 def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
     """The thin pipe: time until the urgent prompts that are pending have their first tokens, without this work's, so that
-    one always fits."""
+    one always fits. It is no thinner than what this work itself takes: an engine that needs most of the objective for one
+    prompt would else stand idle between two."""
     pending = scene.pending_urgent
     value = model.ttft_s(pending, scene.sequences, scene.held_tokens) if pending else 0.0
-    return _reading(Guard.STALL, value, PIPE_SHARE * (asked.objective_s or math.inf))
+    own_s = model.ttft_s(asked.prompt_tokens, scene.sequences, scene.held_tokens)
+    return _reading(Guard.STALL, value, max(PIPE_SHARE * (asked.objective_s or math.inf), own_s))
 
 
 def machine(view: EngineView, scene: Scene, fields: TokenLedgerSizing) -> list[GuardReading]:

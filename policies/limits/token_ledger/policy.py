@@ -24,6 +24,7 @@ from policies.limits.fixed import whole_seats
 from policies.limits.token_ledger import guards
 from policies.limits.token_ledger.account import Account, Forecast, newcomer
 from policies.limits.token_ledger.black_box import BlackBox
+from policies.limits.token_ledger.found_seats import FoundSeats
 from policies.limits.token_ledger.guards import Asked, Scene
 from policies.limits.token_ledger.window import Growth
 from policies.schema import Policy
@@ -97,14 +98,15 @@ class TokenLedger:
     def window(self, engine: EngineView, class_name: str) -> Window:
         """Works with an objective are bound by tokens and seats; the others by the window as well."""
         mine = self._of(engine.name)
-        seats = whole_seats(engine.seats.value, engine.seats.quality)
+        seats = mine.seats(engine)
         capacity = engine.kv_capacity_tokens.value
         tokens = None if capacity is None else int(guards.KV_SHARE * capacity)
         steps = None if mine.capacity_tokens is None else mine.steps_to_overflow
         if class_name in self._objectives:
             return Window(requests=seats, tokens=tokens, steps_to_overflow=steps)
         limit = int(mine.growth.limit)
-        requests = limit if seats is None else max(1, min(limit, seats - max(1, seats // 8)))
+        peak = mine.account.urgent_peak_sequences
+        requests = limit if seats is None else min(limit, guards.patient_seats(seats, peak))
         return Window(requests=requests, tokens=tokens, steps_to_overflow=steps)
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
@@ -210,7 +212,7 @@ class TokenLedger:
                 max(self._fields.reserve * above, mine.hypothesis[0] or 0.0)
                 + STALE_SHARE * capacity * mine.missed_polls
             )
-        in_flight = engine.in_flight_total
+        in_flight, seats = engine.in_flight_total, mine.seats(engine)
         urgent = sum(engine.in_flight.get(name, 0) for name in self._objectives)
         return Scene(
             held_tokens=held,
@@ -230,7 +232,8 @@ class TokenLedger:
             gap_s=account.gap_s,
             window=int(mine.growth.limit),
             bound_tokens=mine.black_box.limit_tokens if mine.silent else None,
-            seats=whole_seats(engine.seats.value, engine.seats.quality),
+            seats=seats,
+            patient_seats=None if seats is None else guards.patient_seats(seats, account.urgent_peak_sequences),
             usual_memory_fraction=mine.usual_memory_fraction,
             oversize_due=now_s - mine.oversize_s >= OVERSIZE_EVERY_S,
         )
@@ -372,6 +375,7 @@ class _Engine:
     account: Account
     growth: Growth
     black_box: BlackBox = field(default_factory=BlackBox)
+    found_seats: FoundSeats = field(default_factory=FoundSeats)
     capacity_tokens: float | None = None
     silent: bool = True
     missed_polls: float = 0.0
@@ -401,6 +405,7 @@ class _Engine:
             self.black_box.begin(view.kv_tokens)
         self.silent = silent
         self._look_for_restart(view)
+        self.found_seats.hear(view, now_s)
         # Prompts that must have been taken in, though their answers show nothing yet, are in the engine's memory.
         pending = max(0, view.prefill_tokens - self.account.sums.assumed)
         self.account.offset.tick(view.kv_tokens - pending, now_s)
@@ -412,6 +417,11 @@ class _Engine:
             usual = self.usual_memory_fraction
             self.usual_memory_fraction = 1 - free.value if usual is None else min(usual, 1 - free.value)
 
+    def seats(self, view: EngineView) -> int | None:
+        """As the engine tells them, else as they were found; None: neither."""
+        told = whole_seats(view.seats.value, view.seats.quality)
+        return self.found_seats.value if told is None else told
+
     def _look_for_restart(self, view: EngineView) -> None:
         started = view.start_time_s
         if not started.known or started.value is None:
@@ -421,6 +431,7 @@ class _Engine:
             self.growth = Growth(min(self.growth.limit, 4.0), self.growth.most)
             self._preemptions = None
             self.usual_memory_fraction = None
+            self.found_seats = FoundSeats()
         self._started_s = started.value
 
     def _count_preemptions(self, view: EngineView) -> None:
