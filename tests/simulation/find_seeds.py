@@ -1,6 +1,6 @@
-"""Look for storms that catch each mutant: `python -m tests.simulation.find_seeds [name ...] [--upto 60] [--late] [--with FAULT]`.
+"""Look for runs that catch a mutant: `python -m tests.simulation.find_seeds name ... [--upto 60] [--late] [--with FAULT]`.
 
-Names are beginnings of mutants' names; without any, all that are `SOUGHT`. Prints for each the seeds that catch it with the seconds of processor time they
+Names are beginnings of mutants' names. Prints for each the seeds that catch it with the seconds of processor time they
 took and what they saw; the cheapest goes into `mutants`. The runs are of the mutant's own kind, or of `--kind`, a scene's name
 for one. Seeds of storms can be narrowed to what a mutant needs: calls that come late, kinds of fault.
 """
@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterable
 
 from tests.simulation.faults import LATE, FaultKind, Kind, draw_plan
-from tests.simulation.mutants import MUTANTS, SOUGHT
+from tests.simulation.invariants import Invariant
+from tests.simulation.mutants import ALL
 from tests.simulation.mutation import Mutant, breaks, caught
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("names", nargs="+")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--upto", type=int, default=60)
     parser.add_argument("--want", type=int, default=1)
@@ -33,8 +34,8 @@ def main() -> None:
         if _fits(seed, late=arguments.late, kinds=arguments.kinds)
     ]
     names = tuple(arguments.names)
-    for mutant in (*MUTANTS, *SOUGHT):
-        if mutant.name.startswith(names) if names else mutant in SOUGHT:
+    for mutant in ALL:
+        if mutant.name.startswith(names):
             _search(mutant, seeds, arguments.want, arguments.kind or mutant.scene)
 
 
@@ -47,11 +48,12 @@ def _search(mutant: Mutant, seeds: list[int], want: int, kind: str) -> None:
     found = 0
     for seed in seeds:
         begun_s = time.process_time()
-        error = caught(mutant, seed, kind)
+        error = caught([mutant], seed, kind)
         if error is not None:
             found += 1
             took_s = time.process_time() - begun_s
-            name = broken.name if (broken := breaks(error)) else type(error).__name__
+            broken = breaks(error)
+            name = broken.name if isinstance(broken, Invariant) else type(error).__name__
             print(f"{mutant}: {kind} {seed}, {name} ({took_s:.1f} s): {error!s:.200}", flush=True)
             if found == want:
                 return

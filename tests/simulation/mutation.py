@@ -16,8 +16,8 @@ import sys
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -38,20 +38,18 @@ class Mutant:
     where     module:Class.function, or module:CONSTANT
     check     text in that function that does the check; for a constant, what it is
     without   what stands there instead; for a constant, the value as Python text
-    breaks    what the simulation finds broken; None: nothing yet
-    seed      of a run in which it does
-    scene     the kind of that run
-    behind    the name of another mutant whose check stands behind this one: both are taken out
+    breaks    the invariant that is found broken, or what is raised; None: nothing, for another check stands behind
+    seed      of a run in which that is found
+    scene     the kind of that run, or a scene's name
     """
 
     name: str
     where: str
     check: str
     without: str
-    breaks: Invariant | None
+    breaks: Invariant | type[BaseException] | None
     seed: int
     scene: str = Kind.STORM
-    behind: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -80,10 +78,12 @@ def mutated(mutant: Mutant) -> Iterator[None]:
         yield
 
 
-def caught(mutant: Mutant, seed: int, kind: str) -> BaseException | None:
-    """What a seed shows of the mutant; None when it passes."""
+def caught(mutants: Iterable[Mutant], seed: int, kind: str) -> BaseException | None:
+    """What a seed shows without all of these checks; None when it passes."""
     found: BaseException | None = None
-    with mutated(mutant), tempfile.TemporaryDirectory() as folder, _abandoning():
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder, _abandoning():
+        for mutant in mutants:
+            stack.enter_context(mutated(mutant))
         try:
             simulate(seed, Path(folder), kind)
         except Exception as error:  # an invariant, or whatever else breaks without the check
@@ -106,9 +106,11 @@ def _abandoning() -> Iterator[None]:
             sys.unraisablehook = hook
 
 
-def breaks(error: BaseException | None) -> Invariant | None:
-    """Which invariant it was."""
-    return error.invariant if isinstance(error, InvariantBroken) else None
+def breaks(error: BaseException | None) -> Invariant | type[BaseException] | None:
+    """Which invariant it was; of what else was raised, its type."""
+    if isinstance(error, InvariantBroken):
+        return error.invariant
+    return None if error is None else type(error)
 
 
 def _edited(function: Any, mutant: Mutant) -> CodeType:
