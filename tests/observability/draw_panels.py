@@ -1,4 +1,4 @@
-"""Draw the overview as SVG from a real Prometheus that scrapes a real gateway under load.
+"""Draw dashboards as SVG from a real Prometheus that scrapes a real gateway under load.
 
     PYTHONPATH=. python tests/observability/draw_panels.py docs/observability 120
 
@@ -8,19 +8,24 @@ draws the seconds given. No Grafana is needed: titles and queries are those of t
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from gateway.observe.boards import overview
+from gateway.observe.boards import engines, overview, queues
 from gateway.observe.panels import Board, Draw
 from gateway.replay.chart import Line, Panel, svg
 from tests.observability.prometheus import Prometheus, monitoring
 from tests.observability.stage import loaded, stage
 from tests.observability.test_live_panels import asked
 
+DRAWN = (overview.BOARD, queues.BOARD, engines.BOARD)
+"""The way from a slow answer to its reason."""
 SHORT = {"percentunit": "", "reqps": "/s", "cps": "/s", "watt": "W"}
+UNNAMED = re.compile(r"\{\{\w+\}\}")
+"""A label that a series does not have: nothing in a legend, as in Grafana."""
 LINES_MAX = 6
 """A panel with more series would be unreadable at this size: those with the highest values are drawn."""
 
@@ -40,6 +45,7 @@ async def drawn(prometheus: Prometheus, board: Board, from_s: float) -> str:
                 name = query.legend
                 for label, value in series["metric"].items():
                     name = name.replace(f"{{{{{label}}}}}", value)
+                name = UNNAMED.sub("", name).strip()
                 points = [(at_s - from_s, float(value)) for at_s, value in series["values"] if value != "NaN"]
                 lines.append(Line(name or panel.title, points))
         lines.sort(key=lambda line: -max((value for _, value in line.points), default=0.0))
@@ -62,8 +68,9 @@ async def main(folder: Path, seconds: float) -> None:
                 await asyncio.sleep(seconds / 2)
                 on.new_policy(bulk_queue=9)
                 await asyncio.sleep(seconds / 2)
-                picture = await drawn(prometheus, overview.BOARD, from_s)
-    (folder / f"{overview.BOARD.uid}.svg").write_text(picture, encoding="utf-8")
+                for board in DRAWN:
+                    picture = await drawn(prometheus, board, from_s)
+                    (folder / f"{board.uid}.svg").write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":
