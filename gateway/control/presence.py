@@ -220,7 +220,7 @@ class Presence:
             self._on_renewed(renewed, sent_s, now_ms)
 
     async def _lead(self, *, lapsed: bool) -> None:
-        sent_s = self._clock.now_s()
+        sent_s, sent_ms = self._clock.now_s(), self.now_ms()
         record = await self._ask_to_lead()
         if self.sole and record.leader != self.session.id:
             # Nobody else can reach the store: whoever leads by its record died with our predecessor.
@@ -230,7 +230,9 @@ class Presence:
             self.epoch = 0
             return
         if record.epoch != self.epoch:
-            wait_s = LEADER_VALID_S if record.fresh_record else RETURN_S if lapsed else 0.0
+            # Made by calls of ours that came late: if there was no record then, its mark may have gone by unseen.
+            unseen = sent_ms - record.epoch >= LEADER_VALID_S * 1000
+            wait_s = LEADER_VALID_S if record.fresh_record or unseen else RETURN_S if lapsed else 0.0
             # From the answer on: whoever led before may have renewed until the store lost its record, just before this.
             self._decide_from_s = 0.0 if self.sole or not wait_s else self._clock.now_s() + wait_s
             self._swept_seq = 0

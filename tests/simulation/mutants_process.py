@@ -11,6 +11,15 @@ OWNER = "gateway.dispatch.owner:Owner."
 
 PROCESS_MUTANTS = (
     Mutant(
+        "a leader does not think of calls of its own that came late",
+        PRESENCE + "_lead",
+        " or unseen",
+        "",
+        Invariant.ONE_DECIDER,
+        0,
+        "own_late_leads",
+    ),
+    Mutant(
         "a leader does not look whether its time is over",
         PRESENCE + "leads",
         "(self.sole or now_s < self._leader_until_s)",
@@ -29,7 +38,7 @@ PROCESS_MUTANTS = (
     Mutant(
         "a leader does not wait on a record made of nothing",
         PRESENCE + "_lead",
-        "LEADER_VALID_S if record.fresh_record else ",
+        "LEADER_VALID_S if record.fresh_record or unseen else ",
         "",
         Invariant.ONE_DECIDER,
         13,

@@ -140,6 +140,19 @@ SCENES: Mapping[str, Plan] = {
             CallFault(1, Call.LEAD, 3.0, 4.5, lost=True),
         ],
     ),
+    # A flush while two calls of a candidate are under way: the first makes a record, the second makes it outlast its mark.
+    "own_late_leads": _plan(
+        9.0,
+        gateways=2,
+        window=4,
+        clients=[_clients(2, 0.5, 3, MIDDLE)],
+        faults=[Fault(FaultKind.QUEUE_FLUSH, 5.0, 0.0, "queue")],
+        calls=[
+            CallFault(2, Call.LEAD, 3.4, 1.0, times=2, late_s=1.62),
+            CallFault(2, Call.LEAD, 3.4, 2.5, lost=True),
+            CallFault(1, Call.LEAD, 4.95, 3.0, lost=True),
+        ],
+    ),
     # A leader leaves, and its word comes when another leads.
     "late_resign": _plan(
         10.0,

@@ -31,6 +31,7 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "a claim in doubt was taken back while its work ran": (Kind.STORM, 12),
     "a stopped gateway reads its policy late, and went by the old window": (Kind.SINGLE, 13),
     "a late call made the leadership record anew after a flush": (Kind.STORM, 1),
+    "two late calls of one candidate made a record whose mark was over when it heard of it": ("own_late_leads", 0),
     "credit that one process could still use was given to another": ("in_step", 1),
     "a floor took the only place of an engine": ("one_place", 0),
     "a claim of another's work was told as an attempt of the one that had claimed it": ("claims_without_leading", 0),
