@@ -33,6 +33,8 @@ class Measured:
     took_s: float
 
 
+LATE_S = 0.02
+"""Clients that send later than this with one request in a hundred measure themselves."""
 HEADS = ("arm", "requests", "failed", "TTFT p50", "p95", "p99", "÷ alone", "ITL p95", "bulk tokens/s", "÷ unprotected")
 
 
@@ -69,7 +71,7 @@ def _ratio(one: float | None, other: float | None) -> str:
 
 
 def verdict_of(outcome: Outcome) -> str:
-    """Both bars, and how far rounds differ."""
+    """Both bars, how far rounds differ, and whether the machine was too busy for its own clients."""
     ttft, bulk = outcome.ttft_ratio, outcome.bulk_ratio
     within = [one for one in outcome.rounds_ttft_ratio if one is not None]
     said = (
@@ -77,7 +79,9 @@ def verdict_of(outcome: Outcome) -> str:
         f"bulk protected ÷ unprotected: {_mark(bulk, bulk is not None and bulk >= BULK_BAR)} (bar {BULK_BAR:g})",
     )
     spread = f"; round by round {min(within):.2f} to {max(within):.2f}" if within else ""
-    return "; ".join(said) + spread
+    late_s = max((side.figures.late_p99_s or 0.0 for side in outcome.sides.values()), default=0.0)
+    busy = f"; NOT TO BE USED: clients were {shown(late_s)} late, the machine was too busy" if late_s > LATE_S else ""
+    return "; ".join(said) + spread + busy
 
 
 def _mark(value: float | None, held: bool) -> str:

@@ -159,6 +159,16 @@ def test_page_and_document_tell_the_ratios_and_what_they_were_measured_on(outcom
     assert len(document["arms"]["protected"]["rounds_p95_s"]) == PLAN.rounds
 
 
+def test_figures_of_clients_that_could_not_send_in_time_are_not_to_be_used(outcome: Outcome) -> None:
+    protected = outcome.sides[Arm.PROTECTED]
+    late = replace(protected, figures=replace(protected.figures, late_p99_s=0.5))
+
+    busy = replace(outcome, sides={**outcome.sides, Arm.PROTECTED: late})
+
+    assert "NOT TO BE USED" not in verdict_of(outcome)
+    assert "NOT TO BE USED: clients were 500.0 ms late" in verdict_of(busy)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
