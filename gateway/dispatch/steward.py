@@ -30,44 +30,17 @@ from gateway.control.roster import Roster
 from gateway.dispatch.credit import NOTHING, RESERVED_S, share_left
 from gateway.dispatch.elsewhere import Elsewhere, Key, News
 from gateway.dispatch.ledger import Entry, Ledger
+from gateway.dispatch.others import SILENT_S, Other
 from gateway.dispatch.sightings import Sightings
 from gateway.queue.base import Credit, InFlight, Place, Queue, QueueUnavailable, Session, SessionReport, Vitals
 from policies.credit import FLOORS, Allowance, allot, creditable, homes, room, typical
 from policies.sizing import Running, SizingPolicy
 from policies.vocabulary import EngineState, EngineView, Work
 
-CREDIT_VALID_S = 2.0
 UNREPORTED_S = 1.0
 """An owner reads its grants within a quarter of a second and reports at once; past this the store is asked."""
 TYPICAL_PROMPT_TOKENS = 512
-SILENT_S = 1.5
-"""Three beats: a process that reports no more is dead, stopped or cut off."""
 _RATE_WEIGHT = 0.3
-
-
-@dataclass(slots=True)
-class _Other:
-    """One session as the leader knows it.
-
-    rates     works started per second on credit, by place
-    credits   as the leader last wrote them, or may have
-    told      the store has confirmed them
-    whole_s   until then a lost session is taken to have all it had: it may take up a grant for so long
-    """
-
-    report: SessionReport = field(default_factory=SessionReport)
-    rates: dict[Place, float] = field(default_factory=dict)
-    credits: dict[Place, Credit] = field(default_factory=dict)
-    told: bool = True
-    whole_s: float = 0.0
-
-    def silent_s(self, now_s: float) -> float:
-        """How long ago it reported."""
-        return max(0.0, now_s - self.report.renewed_ms / 1000)
-
-    def can_use_credit(self, now_s: float) -> bool:
-        """Whether credit given now would be of use to anybody."""
-        return self.report.serves and self.silent_s(now_s) <= SILENT_S
 
 
 @dataclass(slots=True)
@@ -119,8 +92,8 @@ class Steward:
         self._roster = roster
         self._ledger = ledger
         self._clock = clock
-        self._others: dict[Session, _Other] = {}
-        self._lost: dict[Session, _Other] = {}
+        self._others: dict[Session, Other] = {}
+        self._lost: dict[Session, Other] = {}
         self._typical: dict[str, float] = {}
         self._sightings = Sightings()
         self._elsewhere = Elsewhere(self._sightings.ended)
@@ -169,7 +142,7 @@ class Steward:
                 ledger.entries[key].claimed = one.claimed
                 works.append(one.work)
         for session, report in reports.items():
-            self._others[session] = _Other(report, credits=dict(standing.credits.get(session, {})))
+            self._others[session] = Other(report, credits=dict(standing.credits.get(session, {})))
         return works
 
     async def hear(self) -> Hearing:
@@ -185,7 +158,7 @@ class Steward:
         for session, report in reports.items():
             other = self._others.get(session)
             if other is None:
-                other = self._others[session] = self._lost.pop(session, _Other())
+                other = self._others[session] = self._lost.pop(session, Other())
             self._learn_rates(other, report)
             other.report = report
             if session != self._presence.session:
@@ -304,8 +277,8 @@ class Steward:
                 place: credit
                 for place in wanted[session].keys() | other.credits.keys() | floors[session]
                 if (
-                    credit := _renewed(
-                        other, place, wanted[session].get(place, _NOTHING), int(place in floors[session]), now_s
+                    credit := other.renewed(
+                        place, wanted[session].get(place, _NOTHING), int(place in floors[session]), now_s
                     )
                 )
                 is not None
@@ -335,7 +308,7 @@ class Steward:
         for class_name in creditable(self._store.current, waiting):
             for index, view in enumerate(views):
                 place = (view.name, class_name)
-                unspent = [_unspent(other, place).works for other in others]
+                unspent = [other.unspent(place).works for other in others]
                 allowances = allot(
                     class_name,
                     view,
@@ -372,8 +345,8 @@ class Steward:
                     for view, more in zip(engines, spare, strict=True)
                 ]
                 found = homes(
-                    [_home(other, class_name, engines) for other in others],
-                    [[_works(other, (view.name, class_name)) for view in engines] for other in others],
+                    [other.home(class_name, engines) for other in others],
+                    [[other.works((view.name, class_name)) for view in engines] for other in others],
                     [sum(other.rates.get((view.name, class_name), 0.0) for view in engines) for other in others],
                     room=spare,
                     most=holds,
@@ -386,7 +359,7 @@ class Steward:
     def _typical_prompt(self, class_name: str) -> int:
         return int(self._typical.get(class_name, TYPICAL_PROMPT_TOKENS))
 
-    def _learn_rates(self, other: _Other, report: SessionReport) -> None:
+    def _learn_rates(self, other: Other, report: SessionReport) -> None:
         passed_s = (report.renewed_ms - other.report.renewed_ms) / 1000
         if not 0 < passed_s < RESERVED_S:
             return
@@ -400,7 +373,7 @@ class Steward:
                 typical = self._typical.get(place[1], prompt_tokens)
                 self._typical[place[1]] = typical * (1 - _RATE_WEIGHT) + prompt_tokens * _RATE_WEIGHT
 
-    def _count(self, session: Session, other: _Other, now_s: float) -> None:
+    def _count(self, session: Session, other: Other, now_s: float) -> None:
         """Put into the ledger what a session is taken to have on each engine."""
         sums: dict[str, dict[str, InFlight]] = {engine.name: {} for engine in self._roster}
         allowed: dict[str, dict[str, InFlight]] = {engine.name: {} for engine in self._roster}
@@ -417,11 +390,11 @@ class Steward:
         for engine, by_class in sums.items():
             self._ledger[engine].elsewhere(session, by_class, allowed[engine])
 
-    def _most(self, session: Session, other: _Other, place: Place, runs: InFlight, now_s: float) -> InFlight:
+    def _most(self, session: Session, other: Other, place: Place, runs: InFlight, now_s: float) -> InFlight:
         """The most that a session can have on a place, now or at any moment before it is heard of again."""
         engine, class_name = place
         here, silent_s = session == self._presence.session, other.silent_s(now_s)
-        unspent, credit = _unspent(other, place), other.credits.get(place)
+        unspent, credit = other.unspent(place), other.credits.get(place)
         could, share = runs.works + unspent.works, 0 if credit is None else credit.share
         if here:
             share -= self._ledger[engine].entries_of(class_name)
@@ -441,12 +414,12 @@ class Steward:
             int(part * (runs.prefill_tokens + unspent.prefill_tokens)),
         )
 
-    def _seen(self, other: _Other, place: Place) -> int | None:
+    def _seen(self, other: Other, place: Place) -> int | None:
         """What the engine shows beyond the works of all others, since a silent session could start nothing there any more
         but on its share; None when that cannot be told."""
         credit = other.credits.get(place)
         since_s = other.report.renewed_ms / 1000 + SILENT_S
-        if credit is not None and _in_use(other, credit):
+        if credit is not None and other.in_use(credit):
             since_s = max(since_s, credit.expires_ms / 1000)
         return self._sightings.at_most(place[0], max(since_s, other.whole_s))
 
@@ -460,7 +433,7 @@ class Steward:
 
     def _lose(self, session: Session, now_s: float) -> list[Entry]:
         """A session is in the store no more. What was granted to it and not reported yet it may still take up."""
-        other = self._others.pop(session, None) or self._lost.get(session) or _Other()
+        other = self._others.pop(session, None) or self._lost.get(session) or Other()
         granted = self._ledger.taken_over(session, math.inf)
         if session.id == self._presence.session.id:
             self._uncount(session)
@@ -494,23 +467,6 @@ def _with_more(view: EngineView, class_name: str, works: int) -> EngineView:
     return replace(view, in_flight={**view.in_flight, class_name: view.in_flight.get(class_name, 0) + works})
 
 
-def _in_use(other: _Other, credit: Credit | None) -> bool:
-    """Whether a credit may be used, or was used and not reported yet."""
-    return credit is not None and other.report.renewed_ms < credit.expires_ms
-
-
-def _unspent(other: _Other, place: Place) -> InFlight:
-    credit = other.credits.get(place)
-    if credit is None or not _in_use(other, credit):
-        return NOTHING
-    allowed, started = credit.allowed, other.report.started.get(place, NOTHING)
-    return InFlight(
-        max(0, allowed.works - started.works),
-        max(0, allowed.kv_tokens - started.kv_tokens),
-        max(0, allowed.prefill_tokens - started.prefill_tokens),
-    )
-
-
 def _beyond(most: InFlight, runs: InFlight) -> InFlight:
     """What may be started of it, but was not reported as running."""
     return InFlight(
@@ -518,41 +474,3 @@ def _beyond(most: InFlight, runs: InFlight) -> InFlight:
         max(0, most.kv_tokens - runs.kv_tokens),
         max(0, most.prefill_tokens - runs.prefill_tokens),
     )
-
-
-def _works(other: _Other, place: Place) -> int:
-    """What a session runs on a place, or may at any moment."""
-    return other.report.in_flight.get(place, NOTHING).works + _unspent(other, place).works
-
-
-def _home(other: _Other, class_name: str, engines: list[EngineView]) -> int | None:
-    """The engine among these on which a session has its floor."""
-    return next(
-        (
-            at
-            for at, view in enumerate(engines)
-            if (credit := other.credits.get((view.name, class_name))) is not None and credit.share
-        ),
-        None,
-    )
-
-
-def _renewed(other: _Other, place: Place, wanted: Allowance, floor: int, now_s: float) -> Credit | None:
-    """The credit to stand from now on. What was given cannot be taken back before it expires, only not be renewed."""
-    before = other.credits.get(place)
-    unspent = _unspent(other, place)
-    if before is not None and _in_use(other, before):
-        if wanted.works < unspent.works or floor < before.share:
-            return before
-        half_gone = before.expires_ms / 1000 - now_s < CREDIT_VALID_S / 2
-        if (wanted.works, floor) == (unspent.works, before.share) and not half_gone:
-            return before
-    if not wanted.works and not floor:
-        return None
-    started = other.report.started.get(place, NOTHING)
-    allowed = InFlight(
-        started.works + wanted.works,
-        started.kv_tokens + max(wanted.kv_tokens, unspent.kv_tokens),
-        started.prefill_tokens + max(wanted.prefill_tokens, unspent.prefill_tokens),
-    )
-    return Credit(allowed, floor, int((now_s + CREDIT_VALID_S) * 1000))

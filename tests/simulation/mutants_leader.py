@@ -6,6 +6,7 @@ from tests.simulation.invariants import Invariant
 from tests.simulation.mutation import Mutant
 
 STEWARD = "gateway.dispatch.steward:"
+OTHER = "gateway.dispatch.others:Other."
 LEDGER = "gateway.dispatch.ledger:Ledger."
 DISPATCHER = "gateway.dispatch.dispatcher:Dispatcher."
 GIVEN = "policies.credit:"
@@ -39,8 +40,8 @@ LEADER_MUTANTS = (
     ),
     Mutant(
         "unspent credit is not counted",
-        STEWARD + "_unspent",
-        "credit is None or not _in_use(other, credit)",
+        OTHER + "unspent",
+        "credit is None or not self.in_use(credit)",
         "True",
         Invariant.INSIDE_WINDOW,
         0,
@@ -48,16 +49,16 @@ LEADER_MUTANTS = (
     ),
     Mutant(
         "credit is not counted from its end on",
-        STEWARD + "_in_use",
-        "other.report.renewed_ms < credit.expires_ms",
-        "other.report.renewed_ms + 1_000 < credit.expires_ms",
+        OTHER + "in_use",
+        "self.report.renewed_ms < credit.expires_ms",
+        "self.report.renewed_ms + 1_000 < credit.expires_ms",
         Invariant.INSIDE_WINDOW,
         0,
         "credit_unheard_at_its_end",
     ),
     Mutant(
         "credit is taken back before it has run out",
-        STEWARD + "_renewed",
+        OTHER + "renewed",
         "wanted.works < unspent.works",
         "False",
         Invariant.INSIDE_WINDOW,
@@ -66,7 +67,7 @@ LEADER_MUTANTS = (
     ),
     Mutant(
         "a floor in use is taken away",
-        STEWARD + "_renewed",
+        OTHER + "renewed",
         " or floor < before.share",
         "",
         Invariant.INSIDE_WINDOW,
