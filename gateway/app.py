@@ -192,6 +192,7 @@ class Gateway:
             sink=self._decided,
             meter=self.telemetry,
             on_heard=self._heard,
+            on_led=self._led,
             behaviours=self.behaviours,
         )
         self.presence, self.owner, self.dispatcher = self.member.presence, self.member.owner, self.member.dispatcher
@@ -420,6 +421,10 @@ class Gateway:
     def _polled(self, engine: Engine) -> None:
         self.energy.heard(engine)
         self._heard(engine)
+
+    def _led(self) -> None:
+        """This process decides from now on."""
+        self.poller.wake()
 
     def _heard(self, _engine: Engine) -> None:
         """A poll ended: the models known to metrics, and work for an engine that came up."""

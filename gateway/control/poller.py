@@ -11,6 +11,7 @@ make a token, since pages say 200 before a model is loaded, while it is paused, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable
 
@@ -29,7 +30,7 @@ Opener = Callable[[Engine], Awaitable[Backend | None]]
 class Poller:
     """See the module header. `on_heard` is called after each poll, so that a returned engine gets work at once."""
 
-    __slots__ = ("_active", "_clock", "_on_heard", "_open", "_poll_s", "_rng", "_roster")
+    __slots__ = ("_active", "_clock", "_on_heard", "_open", "_poll_s", "_rng", "_roster", "_woken")
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Poller:
         self._rng = rng
         self._active = active
         self._on_heard = on_heard
+        self._woken = asyncio.Event()
 
     async def run(self) -> None:
         """Poll all engines until cancelled."""
@@ -66,9 +68,16 @@ class Poller:
         except TimeoutError:
             return
 
+    def wake(self) -> None:
+        """Poll every engine as soon as the loop turns: this process has begun to lead, and what it knows is old."""
+        woken, self._woken = self._woken, asyncio.Event()
+        woken.set()
+
     async def _poll_forever(self, engine: Engine) -> None:
         while True:
-            await asyncio.sleep(self._poll_s * self._rng.uniform(0.9, 1.1))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s * self._rng.uniform(0.9, 1.1)):
+                    await self._woken.wait()
             if self._active():
                 await self._poll(engine)
 

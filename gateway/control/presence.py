@@ -49,7 +49,9 @@ class Presence:
         "_clock_due_s",
         "_decide_from_s",
         "_leader_until_s",
+        "_led",
         "_on_expired",
+        "_on_led",
         "_on_registered",
         "_on_renewed",
         "_queue",
@@ -78,6 +80,7 @@ class Presence:
         on_renewed: Callable[[Renewed, float, int], None],
         on_registered: Callable[[], None],
         on_expired: Callable[[Expired], None],
+        on_led: Callable[[], None],
     ) -> None:
         """Prepare; nothing is sent before the first beat.
 
@@ -85,6 +88,7 @@ class Presence:
         on_renewed      told of each renewal's answer, with our monotonic clock and the pool clock (ms) before it was sent
         on_registered   called after each new registration, so that owners write their works again
         on_expired      told what a sweep of dead sessions did
+        on_led          called when this process begins to lead, once an epoch
         """
         self._queue = queue
         self._clock = clock
@@ -95,6 +99,7 @@ class Presence:
         self._on_renewed = on_renewed
         self._on_registered = on_registered
         self._on_expired = on_expired
+        self._on_led = on_led
         self.session = Session(session_id, 1)
         self.epoch = 0
         self.last_error = ""
@@ -104,6 +109,7 @@ class Presence:
         self._decide_from_s = 0.0
         self._clock_due_s = 0.0
         self._swept_seq = 0
+        self._led = 0
         self._changed = asyncio.Event()
         # One at a time: two that find the session lost would register two, and what waits would be split among them.
         self._beating = asyncio.Lock()
@@ -240,6 +246,9 @@ class Presence:
         self._leader_until_s = sent_s + LEADER_VALID_S * _SAFETY
         if not self.leads:
             return
+        if self._led != self.epoch:
+            self._led = self.epoch
+            self._on_led()
         expired = await self._queue.expire_sessions(now_ms=self.now_ms(), after_seq=self._swept_seq)
         self._swept_seq = expired.seq
         self._on_expired(expired)

@@ -60,6 +60,7 @@ class Member:
         open_kind: OpenKind,
         sink: Sink,
         on_heard: Callable[[Engine], None],
+        on_led: Callable[[], None] = lambda: None,
         behaviours: Behaviours | None = None,
         meter: Meter | None = None,
         make_dispatcher: Callable[..., Dispatcher] = Dispatcher,
@@ -82,6 +83,7 @@ class Member:
             on_renewed=self._renewed,
             on_registered=self._registered,
             on_expired=self._expired,
+            on_led=on_led,
         )
         self.batcher = Batcher(queue, session=lambda: self.presence.session, now_ms=self.presence.now_ms)
         self.owner = Owner(queue, self.batcher, self.presence, clock)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 from dataclasses import dataclass, field
 
@@ -180,3 +182,21 @@ async def test_what_answers_after_an_outage_is_recognised_anew(answers: str, *, 
     assert (before, bench.engine.state) == (EngineState.DOWN, EngineState.UP)
     assert (bench.engine.backend is first) == kept
     assert (first.closed, second.closed) == (not kept, kept)
+
+
+async def test_whoever_begins_to_lead_polls_at_once() -> None:
+    bench = Bench(FakeBackend(probes=[READY], samples=[sample(100.0, 1.0)]))
+    bench.poller._poll_s = 60.0
+    polling = asyncio.create_task(bench.poller.run())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not bench.heard
+
+    bench.poller.wake()
+
+    async with asyncio.timeout(5.0):
+        while not bench.heard:
+            await asyncio.sleep(0)
+    polling.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await polling

@@ -33,7 +33,7 @@ class Store(MemoryQueue):
         return await super().renew_session(session, **named)
 
 
-def presence_in(store: Store, name: str = "me", *, sole: bool = False) -> Presence:
+def presence_in(store: Store, name: str = "me", *, sole: bool = False, led: list[str] | None = None) -> Presence:
     clock = PoolClock(lambda: store.now_s, offset_s=0.0)
     return Presence(
         store,
@@ -46,6 +46,7 @@ def presence_in(store: Store, name: str = "me", *, sole: bool = False) -> Presen
         on_renewed=lambda _renewed, _sent_s, _now_ms: None,
         on_registered=lambda: None,
         on_expired=lambda _expired: None,
+        on_led=lambda: None if led is None else led.append(name),
     )
 
 
@@ -81,6 +82,21 @@ async def test_where_others_can_reach_the_store_a_leader_is_waited_for() -> None
 
     assert not led_at_once
     assert candidate.leads
+
+
+async def test_whoever_begins_to_lead_is_told_so_once_and_not_before_it_may_decide() -> None:
+    store = Store()
+    led: list[str] = []
+    one = presence_in(store, led=led)
+
+    await one.beat()  # a record made of nothing is waited on
+    assert led == []
+    for _ in range(3):
+        store.now_s += 1.5
+        await one.beat()
+
+    assert one.leads
+    assert led == ["me"]
 
 
 async def test_an_outage_counts_once_however_long_it_lasts() -> None:

@@ -49,7 +49,8 @@ PROCESS_MUTANTS = (
         " - running.get(place, NOTHING).works",
         "",
         Invariant.INSIDE_WINDOW,
-        1,
+        0,
+        "long_cut",
     ),
     Mutant(
         "what has ended stays in the store",

@@ -15,7 +15,8 @@ STORE_MUTANTS = (
         "max(record.epoch + 1, now_ms)",
         "max(record.epoch, 1)",
         Invariant.ONE_EPOCH_EACH,
-        1,
+        0,
+        "left_grants",
     ),
     Mutant(
         "a record made of nothing is not marked",
@@ -79,7 +80,7 @@ STORE_MUTANTS = (
         "known[1].version < snapshot.version",
         "True",
         Invariant.NEWER_STAYS,
-        1,
+        4,
     ),
     Mutant(
         "a work is let in for a session that is not there",
@@ -158,7 +159,7 @@ STORE_MUTANTS = (
         "return _claimed(held) if same == (grant.epoch, grant.attempt, grant.engine) else None",
         "self._wait(held)",
         Invariant.LEFT_ALONE,
-        1,
+        12,
     ),
     Mutant(
         "a repeated claim is answered as refused",
