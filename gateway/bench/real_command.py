@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure engine after engine, then tell."""
     plan = _plan(args)
     names = args.engines or list(STARTED)
+    facts = _facts(args)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             measured = runner.run(_measure_all(names, plan, args.path))
@@ -117,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"bench real: {error}") from None
     except asyncio.CancelledError:
         return STOPPED
-    facts = _facts(args)
     document = {**facts, "engines": [plain_of(one) for one in measured]}
     if args.report is not None:
         args.report.mkdir(parents=True, exist_ok=True)
