@@ -257,7 +257,10 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
     for flag, usual in _USUAL.items():
         value = getattr(args, flag)
         if value != usual:
-            words += [f"--{flag.removesuffix('_s').replace('_', '-')}", f"{value}"]
+            words += [
+                f"--{flag.removesuffix('_s').replace('_', '-')}",
+                f"{value:g}" if isinstance(value, float) else f"{value}",
+            ]
     return {"command": " ".join(words), "commit": commit(), "machine": _machine()}
 
 
