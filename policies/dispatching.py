@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, urgent
 from policies.placement import Candidate, choose, eligible
 from policies.schema import Policy
-from policies.sizing import SizingPolicy
-from policies.vocabulary import Action, Decision, DispatchBatch, EngineView, Verdict, Work
+from policies.sizing import SizingPolicy, least
+from policies.vocabulary import Action, Decision, DispatchBatch, EngineState, EngineView, Verdict, Work
 
 LOOK_AHEAD = 24
 """Refusals in a round after which a tenant's works of one kind are not looked at again."""
@@ -31,6 +32,10 @@ GOLDEN = 0.6180339887498949
 
 Kind = tuple[str, str, str, str | None, frozenset[str]]
 """(class, model, path, pin, avoid): works of one kind may run on the same engines."""
+
+Shut = Mapping[str, Mapping[str, Verdict]]
+"""Classes for which no engine has room, each with the refusals by engine."""
+NONE_SHUT: Shut = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,18 @@ class Placement:
     work: Work
     engine: str
     decision: Decision
+
+
+def shut_classes(names: Iterable[str], engines: Sequence[EngineView], sizing: SizingPolicy, now_s: float) -> Shut:
+    """Of these classes those for which no engine that is up has room, not even for the least work; O(names x engines)."""
+    up = [view for view in engines if view.state is EngineState.UP]
+    found = {}
+    for name in names:
+        work = least(name, now_s)
+        refusals = {view.name: sizing.admit(work, view, now_s) for view in up}
+        if not any(one.admitted for one in refusals.values()):
+            found[name] = refusals
+    return found
 
 
 def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this order
@@ -52,6 +69,7 @@ def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this 
     *,
     tenants: TenantCounters | None = None,
     due: Sequence[Work] | None = None,
+    shut: Shut = NONE_SHUT,
 ) -> tuple[list[Placement], list[DispatchBatch]]:
     """Plan one round over a look-ahead into the queue: what starts where, and what that comes to for each engine.
 
@@ -60,14 +78,22 @@ def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this 
     draw      uniform in [0, 1)
     tenants   service so far and works in flight by tenant; read, never changed. None: all tenants are level
     due       the works with a deadline in the order in which they are offered (`feasibility.Outlook`); None: by deadline
+    shut      as `shut_classes` found: their works are left out
     """
     counters = TenantCounters() if tenants is None else tenants
-    room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters)
+    room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters, shut=shut)
+    if shut:
+        waiting = [work for work in waiting if work.class_name not in shut]
+        due = None if due is None else [work for work in due if work.class_name not in shut]
     patient = backlogs(waiting, policy, counters, now_s)
     room.catch_up(patient)
-    for work in urgent(waiting, policy, counters) if due is None else due:
+    due = urgent(waiting, policy, counters) if due is None else due
+    asked = {work.class_name for work in due}
+    for work in due:
         if room.offer(work, "deadline"):
             room.catch_up(patient)
+        elif room.full >= asked:
+            break
     for backlog in patient:
         while backlog.take_fair(room.fair):
             pass
@@ -127,21 +153,30 @@ class _Round:
         "_refused",
         "_sizing",
         "_tenants",
+        "_up",
+        "full",
         "placements",
     )
 
     def __init__(
         self,
-        engines: Iterable[EngineView],
+        engines: Sequence[EngineView],
         sizing: SizingPolicy,
         policy: Policy,
         *,
         now_s: float,
         draw: float,
         tenants: TenantCounters,
+        shut: Shut,
     ) -> None:
         self.placements: list[Placement] = []
+        self.full: set[str] = set()
+        self._up = sum(view.state is EngineState.UP for view in engines)
         self._candidates = sorted(map(Candidate, engines), key=_name)
+        for refusals in shut.values():
+            for candidate in self._candidates:
+                if candidate.view.name in refusals:
+                    candidate.bound = refusals[candidate.view.name].binding
         self._sizing, self._policy, self._now_s, self._draw, self._tenants = sizing, policy, now_s, draw, tenants
         self._grants = tenants.grants()
         self._by_kind: dict[Kind, list[Candidate]] = {}
@@ -153,6 +188,8 @@ class _Round:
 
     def offer(self, work: Work, turn: str) -> bool:
         """Place the work if an engine has room for it and its tenant may have more in flight."""
+        if work.class_name in self.full:
+            return False
         kind = (work.class_name, work.model, work.path, work.pinned_engine, work.avoid)
         if kind in self._closed:
             return False
@@ -167,6 +204,8 @@ class _Round:
         if chosen is None:
             if refused is None and not self._least_fits(kind, work):
                 self._closed.add(kind)
+                if len(self._eligible(kind, work)) == self._up:
+                    self.full.add(work.class_name)
             self._refused[kind, work.tenant] = _Refused.after(refused, work)
             return False
         self._place(work, chosen, turn)

@@ -2,7 +2,7 @@
 
 An engine keeps what it has begun, whatever waits (its priorities order its queue, and evict only for what runs): so the
 gateway gives up works itself. Preempted are works of classes without an objective that say `preemptible`, on an engine
-where KV memory is all that refuses a work which has waited for WAITED_SHARE of its time; the newest first, since they have
+where KV memory is all that refuses a work which has waited for WAITED_SHARE of its time and is not late yet; the newest first, since they have
 the least to lose, and no more of them than it takes. A preempted work goes back to the queue and begins anew: what it had
 made is waste, so it is left in peace for PEACE_S after that, and for good after REQUEUES_MAX times.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from policies.placement import eligible
 from policies.schema import Policy
 from policies.sizing import SizingPolicy
-from policies.vocabulary import Action, Decision, EngineView, Guard, GuardReading, Work
+from policies.vocabulary import Action, Decision, EngineView, Guard, GuardReading, Verdict, Work
 
 WAITED_SHARE = 0.25
 PEACE_S = 30.0
@@ -61,7 +61,7 @@ def plan_recalls(  # noqa: PLR0917 - one signature with plan_round, read in this
     """
     left = {view.name: view for view in sorted(engines, key=lambda view: view.name)}
     found: list[Recall] = []
-    for work in [one for one in waiting if _pressing(one, now_s)][:LOOK_AHEAD]:
+    for work in [one for one in waiting if _pressing(one, now_s) and not policy.late(one, now_s)][:LOOK_AHEAD]:
         options = []
         for view in left.values():
             if eligible(work, view):
@@ -77,6 +77,11 @@ def plan_recalls(  # noqa: PLR0917 - one signature with plan_round, read in this
             found.append(Recall(name, victims, decision))
             del left[name]
     return found
+
+
+def by_memory(refusals: Iterable[Verdict]) -> bool:
+    """Whether memory alone refuses on some engine: there a recall may help."""
+    return any(_memory_alone(one.guards) is not None for one in refusals)
 
 
 def _pressing(work: Work, now_s: float) -> bool:

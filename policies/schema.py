@@ -11,7 +11,7 @@ waits for room but is guarded by `min_share` and `max_age_s`. Fractions are 0 to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -308,7 +308,7 @@ class TokenLedgerSizing:
 
     start: Limit = 4
     most: Limit = 1024
-    kv_risk: Fraction = 0.01
+    kv_risk: Fraction = 0.05
     reserve: Share = 0.5
     caution: Fraction = 0.7
     stall_s: Seconds = 0.15
@@ -366,6 +366,8 @@ _UNNAMED_CLASS = ClassPolicy(min_share=0.0)
 
 PRESSING_FRACTION = 0.9
 """Part of max_age_s after which a work is pressing: the rest is the time in which it is got started."""
+PATIENCE_FRACTION = 0.5
+"""Of max_wait_s, for a work whose first token is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,6 +417,25 @@ class Policy:
         if one.max_age_s is None or one.has_ttft_objective:
             return False
         return now_s - work.accepted_s >= PRESSING_FRACTION * one.max_age_s
+
+    def late(self, work: Work, now_s: float) -> bool:
+        """True for a work whose first token is late already: it goes before nobody's any more, who can still be in time.
+
+        Only until half of its class's max_wait_s has passed: after that it is urgent again, so that it ends as a late
+        answer and not as none.
+        """
+        if work.deadline_s is None or now_s <= work.deadline_s:
+            return False
+        return now_s - work.accepted_s < PATIENCE_FRACTION * self.class_policy(work.class_name).max_wait_s
+
+    def any_overdue(self, works: Iterable[Work], now_s: float) -> bool:
+        """Whether one of the works is `overdue`."""
+        latest_s = {
+            name: now_s - PRESSING_FRACTION * one.max_age_s
+            for name, one in self.classes.items()
+            if one.max_age_s is not None and not one.has_ttft_objective
+        }
+        return any(work.class_name in latest_s and work.accepted_s <= latest_s[work.class_name] for work in works)
 
     def __repr__(self) -> str:
         return f"<Policy {self.version} classes={','.join(self.precedence)} sizing={self.sizing.policy}>"

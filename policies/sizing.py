@@ -72,7 +72,8 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The control tick: the engine's view as of its last poll. `queued` is works waiting in our queue, by class."""
+    """The control tick: the engine's view as of its last poll. `queued` is works waiting in our queue that are not
+    late, by class."""
 
     view: EngineView
     queued: Mapping[str, int] = field(default_factory=dict)
@@ -132,3 +133,8 @@ class SizingPolicy(Protocol):
     def restore(self, state: Mapping[str, object]) -> None:
         """Take over a predecessor's snapshot; unknown fields are ignored, so that N and N+1 interoperate."""
         ...
+
+
+def least(class_name: str, now_s: float) -> Work:
+    """The smallest work that a class could have: where there is no room for it, there is none for any."""
+    return Work("", class_name, "", "", "", now_s, now_s, max_tokens=1)

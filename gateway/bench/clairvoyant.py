@@ -29,6 +29,9 @@ from policies.sizing import Granted, SizingEvent, Window
 from policies.vocabulary import EngineState, EngineView, Guard, GuardReading, Verdict, Work
 
 LATELY_S = 5.0
+BURST_PARTS = (1.0, 0.25)
+"""How full a burst's steps may be taken to be, the boldest first: no step is half right for short prompts and for long ones,
+so the clairvoyant is the first of these that reaches the bar."""
 KEPT_S = 0.1
 """A trajectory of an engine that takes no steps is made anew after this."""
 ADMITTED = Verdict(admitted=True, guards=(GuardReading(Guard.NONE, 0.0, 0.0, passed=True),))
@@ -41,20 +44,26 @@ REFUSED = {
 class Clairvoyant(Unlearning):
     """See the module header. One per replica; only the leader's is asked."""
 
-    def __init__(self, world: World, *, foresight: Foresight, tpot_sla_s: float) -> None:
+    def __init__(self, world: World, *, foresight: Foresight, tpot_sla_s: float, burst_part: float) -> None:
         self._world = world
         self._foresight = foresight
         self._engines = {
-            name: _Engine(world, host, foresight.coming[name], tpot_sla_s) for name, host in world.hosts.items()
+            name: _Engine(world, host, foresight.coming[name], tpot_sla_s, burst_part)
+            for name, host in world.hosts.items()
         }
 
-    def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:  # noqa: ARG002 - the contract's
+    def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
         course = self._world.courses.get(work.id)
-        if course is None:
-            return REFUSED[Guard.NONE]
         leader = self._leader
         one = self._engines[engine.name]
-        request = course.request
+        if course is not None:
+            request = course.request
+        elif work.prompt_tokens:
+            return REFUSED[Guard.NONE]
+        else:
+            request = Request(
+                now_s, 1, 1, class_name=work.class_name
+            )  # the round asks whether anything would find room
         if work.prompt_tokens < request.prompt_tokens:  # the round asks whether the least work would find room
             request = replace(request, prompt_tokens=max(1, work.prompt_tokens), output_tokens=work.max_tokens or 1)
         if work.class_name == BULK:
@@ -64,7 +73,7 @@ class Clairvoyant(Unlearning):
             if bound is Guard.NONE:
                 one.asked(request)
             return ADMITTED if bound is Guard.NONE else REFUSED[bound]
-        own = self._foresight.engine_of.get(id(course.request), engine.name)
+        own = engine.name if course is None else self._foresight.engine_of.get(id(course.request), engine.name)
         if own != engine.name and leader.roster[own].state is EngineState.UP:
             return REFUSED[Guard.NONE]
         ledger = leader.roster[engine.name].ledger
@@ -91,11 +100,12 @@ class Clairvoyant(Unlearning):
 class _Engine:
     """One engine, and its trajectory as of the last question."""
 
-    def __init__(self, world: World, host: EngineHost, coming: Coming, tpot_sla_s: float) -> None:
+    def __init__(self, world: World, host: EngineHost, coming: Coming, tpot_sla_s: float, burst_part: float) -> None:
         self.host = host
         self._world = world
         self._arrivals = Arrivals(coming)
         self._tpot_sla_s = tpot_sla_s
+        self._burst_part = burst_part
         self._on_the_way: dict[str, None] = {}
         self._trajectory: Trajectory | None = None
         self._taken_s, self._steps = -math.inf, -1
@@ -140,6 +150,7 @@ class _Engine:
             until_s=duration_s,
             tpot_sla_s=self._tpot_sla_s,
             lately_s=self._lately_s(),
+            burst_part=self._burst_part,
             is_bulk=self._is_bulk,
         )
         self._last = None

@@ -89,18 +89,21 @@ class Trajectory:
         until_s: float | None,
         tpot_sla_s: float,
         lately_s: float,
+        burst_part: float,
         is_bulk: Callable[[str], bool],
     ) -> None:
         """Of an engine as it is.
 
         until_s    when bulk's part of the run is over; None: never before its end
         lately_s   what a step took on average of late
+        burst_part how full a burst's steps are taken to be, of the batch budget: the less, the more bulk slows them
         is_bulk    of a sequence, by its id
         """
         self._arrivals, self._coming = arrivals, arrivals.coming
         self._model, self._limits = host.spec.profile.step_model, host.scheduler.limits
         self._lookahead = host.spec.profile.lookahead
         self._now_s, self._step_left_s, self._tpot_sla_s = now_s, host.step_left_s(), tpot_sla_s
+        self._burst_tokens = int(burst_part * self._limits.max_num_batched_tokens)
         self._capacity = KV_MARGIN * self._limits.usable_blocks * self._limits.block_tokens
         self._ends: list[tuple[int, int]] = []
         self._bulk_ends: list[tuple[int, int]] = []
@@ -229,7 +232,7 @@ class Trajectory:
                 for from_s, until_s in pairwise(POINTS_S)
             ]
         life_s = min(request.output_tokens, self._left_steps) * self._step_s
-        piece_of_burst = self._limits.max_num_batched_tokens // 4  # a burst's first and last steps are not full
+        piece_of_burst = self._burst_tokens
         alone_s = self._model.step_s(0, 0, ((piece_of_burst, 0),))
         for (from_s, until_s), tolerated in zip(pairwise(POINTS_S), self._tolerated, strict=True):
             if tolerated < math.inf:

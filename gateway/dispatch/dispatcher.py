@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -33,14 +33,14 @@ from gateway.dispatch.journal import Journal
 from gateway.dispatch.ledger import Ledger, Progress
 from gateway.dispatch.steward import Hearing, Steward
 from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport, Vitals
-from policies.dispatching import Placement, place_one, plan_batches
+from policies.dispatching import Placement, place_one, plan_batches, shut_classes
 from policies.estimators.alone import Alone
 from policies.estimators.pace import Pace
 from policies.ordering import TenantCounters, urgent
 from policies.ordering.feasibility import Outlook
 from policies.ordering.shedding import Infeasible, Shedding
 from policies.placement import eligible
-from policies.preemption import plan_recalls
+from policies.preemption import by_memory, plan_recalls
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingPolicy
 from policies.vocabulary import Action, Decision, DispatchBatch, Grant, Guard, Outcome, Work
@@ -87,6 +87,7 @@ class Dispatcher:
         "_depths",
         "_in_vain",
         "_journal",
+        "_late",
         "_latest",
         "_ledger",
         "_looked_at",
@@ -155,6 +156,7 @@ class Dispatcher:
         self._latest: dict[str, Work] = {}
         self._waiting_here: dict[str, int] = {}
         self._overdue = False
+        self._late: Counter[str] = Counter()
         self._in_vain = 0
         self._uncertain: dict[tuple[str, int], Grant] = {}
         self._took_over = 0
@@ -375,36 +377,55 @@ class Dispatcher:
             return False
         policy = self._store.current  # it may have changed while we read, and the sizing policy with it
         now_s = self._clock.pool_s()
-        self._overdue = any(policy.overdue(work, now_s) for work in waiting.works)
-        fresh = [work for work in waiting.works if (work.id, work.attempt + 1) not in self._uncertain]
+        self._overdue = policy.any_overdue(waiting.works, now_s)
+        self._late = Counter(work.class_name for work in waiting.works if policy.late(work, now_s))
+        fresh: Sequence[Work] = waiting.works
+        if self._uncertain:
+            fresh = [work for work in fresh if (work.id, work.attempt + 1) not in self._uncertain]
         placements: list[Placement] = []
         due: list[Work] = []
         if fresh:
             begun_s = self._clock.now_s()
-            views = self._roster.views(begun_s)
-            draw = self._rng.random()
-            outlook = Outlook(urgent(fresh, policy, self.tenants), views, self._pace, now_s)
-            due = outlook.order
-            if refused := self._refuse_infeasible(outlook, policy, now_s):
-                due = [work for work in due if work.id not in refused]
-            placements, batches = plan_batches(
-                fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, due=due
-            )
+            placements, due = self._plan(fresh, policy, now_s)
             self._meter.decided("round", self._clock.now_s() - begun_s)
-            self.latest_batches.extend(batches)
-            for batch in batches:
-                self._meter.dispatched(batch)
         # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
         repeated = [replace(grant, expires_s=now_s + GRANT_VALID_S) for grant in self._uncertain.values()]
         grants = [*repeated, *(self._grant(placement, now_s) for placement in placements)]
-        placed = {placement.work.id for placement in placements}
-        self._make_way([work for work in due if work.id not in placed], policy, now_s)
+        self._make_way(due, policy, now_s)
         if not grants:
             return False
         await self._claim(grants)
         if self._in_vain > 1:
             self._wake.clear()  # another process leads by now, or will soon: look again with the next tick
         return bool(placements) and not self._in_vain
+
+    def _plan(self, fresh: Sequence[Work], policy: Policy, now_s: float) -> tuple[list[Placement], list[Work]]:
+        """What starts now, and who with an objective still waits then, in order, where giving up others could help.
+
+        Most rounds find no room: what orders works is asked only when some can start, be refused or gain from a recall.
+        """
+        views = self._roster.views(self._clock.now_s())
+        draw = self._rng.random()
+        names = sorted({work.class_name for work in fresh})
+        shut = shut_classes(names, views, self._sizing, now_s)
+        due: list[Work] = []
+        if any(
+            one.has_ttft_objective
+            and (name not in shut or one.on_infeasible != "late" or by_memory(shut[name].values()))
+            for name, one in ((name, policy.class_policy(name)) for name in names)
+        ):
+            outlook = Outlook(urgent(fresh, policy, self.tenants), views, self._pace, now_s)
+            due = outlook.order
+            if refused := self._refuse_infeasible(outlook, policy, now_s):
+                due = [work for work in due if work.id not in refused]
+        placements, batches = plan_batches(
+            fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, due=due, shut=shut
+        )
+        self.latest_batches.extend(batches)
+        for batch in batches:
+            self._meter.dispatched(batch)
+        placed = {placement.work.id for placement in placements}
+        return placements, [work for work in due if work.id not in placed]
 
     async def _claim(self, grants: list[Grant]) -> None:
         """Make grants the works' state. A reply lost twice leaves them reserved until the next round repeats them."""
@@ -515,7 +536,7 @@ class Dispatcher:
             await asyncio.sleep(TICK_S * self._rng.uniform(0.9, 1.0))
             self._ledger.refresh()
             now_s = self._clock.pool_s()
-            queued = self.depths()
+            queued = {name: max(0, depth - self._late[name]) for name, depth in self.depths().items()}
             for view in self._roster.views(self._clock.now_s()):
                 running = self._ledger[view.name].progress() + self._steward.running(view.name)
                 self._sizing.on_event(Progressed(view.name, running), now_s)

@@ -183,11 +183,18 @@ class _Fit:
         self.miss += JUDGED * (abs(seen_s - predicted_s) / max(seen_s, predicted_s) - self.miss)
 
     def learn(self, row: Row, seen_s: float, weight: float, *, solve: bool) -> None:
-        """One step of recursive least squares on the relative error; the solution may wait for a later one."""
-        scaled = [value * prior / seen_s for value, prior in zip(row, PRIOR, strict=True)]
+        """One step of recursive least squares on the relative error; the solution may wait for a later one.
+
+        Relative to the larger of seen and predicted: relative to what was seen alone, a prompt that the engine's cache
+        held, and whose first token came at once, would count for hundreds of others and pull every prediction down.
+        """
+        predicted_s = sum(weight * value for weight, value in zip(self.theta, row, strict=True))
+        scale_s = max(seen_s, predicted_s)
+        scaled = [value * prior / scale_s for value, prior in zip(row, PRIOR, strict=True)]
+        seen = seen_s / scale_s
         kept = FORGETTING**weight
         for i in range(4):
-            self._products[i] = kept * self._products[i] + weight * scaled[i]
+            self._products[i] = kept * self._products[i] + weight * scaled[i] * seen
             self._moments[i] = [kept * self._moments[i][j] + weight * scaled[i] * scaled[j] for j in range(4)]
         if solve:
             self.theta = [factor * prior for factor, prior in zip(self._solved(), PRIOR, strict=True)]

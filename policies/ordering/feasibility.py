@@ -14,11 +14,11 @@ others make late; `policies.ordering.shedding` says which.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
-from policies.estimators.pace import Pace
+from policies.estimators.pace import Pace, prefill_tokens
 from policies.vocabulary import EngineState, EngineView, Work
 
 STRETCH = 1.2
@@ -37,35 +37,44 @@ class Triage:
 
 
 def triage(
-    works: Sequence[Work], seconds: Callable[[Work], float | None], ahead_s: Callable[[Work], float], now_s: float
+    works: Sequence[Work], per_token_s: Mapping[str, float], ahead_s: Mapping[str, float], now_s: float
 ) -> Triage:
-    """Moore and Hodgson, O(n log n).
+    """Moore and Hodgson, O(n log n); O(n) where all can be in time.
 
-    works     by deadline
-    seconds   a work's prefill time, its pool to itself; None: unknown, and it is taken to be in time
-    ahead_s   prefill time of what its pool has been given already
+    works         by deadline
+    per_token_s   by model, seconds for each of `prefill_tokens`, the pool to itself; a work of another is taken to be in time
+    ahead_s       by model, prefill time of what its pool has been given already
     """
     given_up: set[str] = set()
     by_size: set[str] = set()
-    free_s: dict[str, float] = {}
-    longest_of: dict[str, list[tuple[float, str]]] = {}
+    free_s = {model: now_s + STRETCH * ahead_s.get(model, 0.0) for model in per_token_s}
+    longest_of: dict[str, list[tuple[float, str]]] = {model: [] for model in per_token_s}
+    heaped: set[str] = set()
+    seen: set[str] = set()
     for work in works:
-        takes_s = seconds(work)
-        if work.deadline_s is None or takes_s is None:
+        model, deadline_s = work.model, work.deadline_s
+        each_s = per_token_s.get(model)
+        if each_s is None or deadline_s is None:
             continue
-        model = work.model
-        if model not in free_s:
-            free_s[model], longest_of[model] = STRETCH * ahead_s(work), []
+        seen.add(model)
+        takes_s = STRETCH * each_s * prefill_tokens(work.prompt_tokens)
+        free = free_s[model] + takes_s
         longest = longest_of[model]
-        heapq.heappush(longest, (-STRETCH * takes_s, work.id))
-        free = free_s[model] + STRETCH * takes_s
-        if now_s + free > latest_s(work):
-            gained, worst = heapq.heappop(longest)
+        if model in heaped:
+            heappush(longest, (-takes_s, work.id))
+        else:
+            longest.append((-takes_s, work.id))
+        if free > deadline_s - SPARE * (deadline_s - work.accepted_s):
+            if model not in heaped:
+                heaped.add(model)
+                heapify(longest)
+            gained, worst = heappop(longest)
             free += gained
             given_up.add(worst)
             if worst != work.id:
                 by_size.add(worst)
         free_s[model] = free
+    free_s = {model: at_s - now_s for model, at_s in free_s.items() if model in seen}
     if not given_up:
         return Triage(list(works), free_s=free_s)
     return Triage(
@@ -85,20 +94,22 @@ def latest_s(work: Work) -> float:
 class Outlook:
     """What one round expects of the works with a deadline: `triage` by the pace that the engines were seen to have."""
 
-    __slots__ = ("_now_s", "_pending", "_per_s", "triage")
+    __slots__ = ("_now_s", "_per_token_s", "triage")
 
     def __init__(self, due: Sequence[Work], engines: Sequence[EngineView], pace: Pace, now_s: float) -> None:
         """due: by deadline. For each model its engines are one server of their joint speed."""
         self._now_s = now_s
-        self._per_s: dict[str, float] = {}
-        self._pending: dict[str, int] = {}
+        per_s: dict[str, float] = {}
+        pending: dict[str, int] = {}
         for view in engines:
             each_s = pace.seconds_per_token(view.name)
             if view.state is EngineState.UP and each_s:
                 for model in view.models:
-                    self._per_s[model] = self._per_s.get(model, 0.0) + 1 / each_s
-                    self._pending[model] = self._pending.get(model, 0) + view.prefill_tokens
-        self.triage = triage(due, self.alone_s, self._ahead_s, now_s)
+                    per_s[model] = per_s.get(model, 0.0) + 1 / each_s
+                    pending[model] = pending.get(model, 0) + view.prefill_tokens
+        self._per_token_s = {model: 1 / rate for model, rate in per_s.items()}
+        ahead_s = {model: pending[model] / rate for model, rate in per_s.items()}
+        self.triage = triage(due, self._per_token_s, ahead_s, now_s)
 
     @property
     def order(self) -> list[Work]:
@@ -107,8 +118,8 @@ class Outlook:
 
     def alone_s(self, work: Work) -> float | None:
         """Prefill time on the idle pool; None: not known."""
-        per_s = self._per_s.get(work.model)
-        return None if per_s is None else work.prompt_tokens / per_s
+        each_s = self._per_token_s.get(work.model)
+        return None if each_s is None else prefill_tokens(work.prompt_tokens) * each_s
 
     def hopeless(self, work: Work) -> bool:
         """Even alone on the idle pool, and without any spare, it would be late by now."""
@@ -120,6 +131,3 @@ class Outlook:
         alone_s = self.alone_s(work)
         free_s = self.triage.free_s.get(work.model)
         return None if alone_s is None or free_s is None else free_s + STRETCH * alone_s
-
-    def _ahead_s(self, work: Work) -> float:
-        return self._pending[work.model] / self._per_s[work.model]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.dispatching import LOOK_AHEAD, Placement, place_one, plan_batches, plan_round
+from policies.dispatching import LOOK_AHEAD, Placement, place_one, plan_batches, plan_round, shut_classes
 from policies.limits import build
 from policies.ordering import TenantCounters
 from policies.placement import eligible
@@ -340,6 +340,20 @@ def test_a_kind_that_has_no_room_for_any_work_is_asked_for_twice_whatever_waits(
 
     assert not placements
     assert sizing.asked == 2
+
+
+def test_a_class_that_no_engine_has_room_for_is_left_out_of_a_round_and_its_guard_is_told() -> None:
+    sizing = Tokens(-1)
+    waiting = [work(f"w{n}", "night", prompt_tokens=1000 - n) for n in range(200)]
+
+    shut = shut_classes(["night"], [engine()], sizing, NOW_S)
+    asked = sizing.asked
+    placements, _ = plan_batches(waiting, [engine()], sizing, POLICY, NOW_S, 0.0, shut=shut)
+
+    assert set(shut) == {"night"}
+    assert not placements
+    assert sizing.asked == asked == 1
+    assert not shut_classes(["night"], [engine()], Tokens(50), NOW_S)
 
 
 def test_a_placement_says_under_which_policy_and_with_what_guards_it_was_made() -> None:

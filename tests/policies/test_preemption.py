@@ -119,3 +119,10 @@ def test_of_several_engines_the_one_with_the_least_to_lose_is_chosen_once_a_roun
     found = plan_recalls(waiting, [engine("e0"), engine("e1")], FULL, POLICY, NOW_S, lambda name: held[name])
 
     assert [(one.engine, one.decision.work_id) for one in found] == [("e1", "u"), ("e0", "v")]
+
+
+def test_nobody_gives_way_to_a_work_that_is_late_already() -> None:
+    late = work("u", "chat", accepted_s=NOW_S - 3, deadline_s=NOW_S - 2)
+
+    assert not recalls(victim("a", age_s=1, tokens=9000), waiting=[late])
+    assert recalls(victim("a", age_s=1, tokens=9000), waiting=[late, PRESSING])

@@ -273,7 +273,7 @@ def test_works_of_other_processes_count_by_what_their_class_makes() -> None:
 
     beside = ledger.admit(work("x", "night"), replace(view, in_flight={"night": 4, "scrap": 6}), NOW_S)
 
-    assert reading(beside, Guard.KV)[0] > alone + 6 * 200
+    assert reading(beside, Guard.KV)[0] > alone + 6 * 150
 
 
 # -- guards ------------------------------------------------------------------------------------------------------------
@@ -709,3 +709,51 @@ def test_the_peak_of_urgent_works_is_kept_for_minutes_and_lowers_the_window() ->
     verdict = ledger.admit(work("x", "night"), replace(told({"night": 8}), seats=fresh(12)), NOW_S + 21)
 
     assert reading(verdict, Guard.SEATS) == (9, 7, False)
+
+
+# -- late works --------------------------------------------------------------------------------------------------------
+
+
+def test_a_work_whose_first_token_is_late_leaves_room_for_those_that_can_still_be_in_time() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 4)
+    in_time = work("x", "chat", accepted_s=NOW_S, deadline_s=NOW_S + 1, prompt_tokens=500)
+    late = replace(in_time, accepted_s=NOW_S - 5, deadline_s=NOW_S - 4)
+
+    free, bound = ledger.admit(in_time, view, NOW_S), ledger.admit(late, view, NOW_S)
+
+    assert Guard.TTFT not in {one.guard for one in free.guards}
+    assert Guard.TTFT in {one.guard for one in bound.guards}
+    assert reading(bound, Guard.KV)[1] < reading(free, Guard.KV)[1]
+
+
+def test_a_late_work_is_urgent_again_before_its_time_in_the_queue_is_over() -> None:
+    max_wait_s = POLICY.class_policy("chat").max_wait_s
+    late = work("x", "chat", accepted_s=NOW_S, deadline_s=NOW_S + 1)
+
+    assert not POLICY.late(late, NOW_S + 1)
+    assert POLICY.late(late, NOW_S + 2)
+    assert not POLICY.late(late, NOW_S + max_wait_s / 2)
+    assert not POLICY.late(work("x", "night"), NOW_S + 1e6)
+
+
+def test_gaps_are_not_learned_from_while_a_prompt_is_half_taken_in() -> None:
+    account = Account(URGENT, Lengths())
+    old, new = work("old", "night"), work("new", "night", prompt_tokens=60_000)
+    account.granted(old, 1, NOW_S)
+    account.first_token(FirstToken(old, "e0", 1, 0.1), NOW_S)
+
+    def window(number: int, *, taken_in: bool) -> int:
+        """Observations that it brings."""
+        before = account.step.observations
+        running = [Running(old, 1, 20 * number, True)]
+        running += [Running(new, 1, 0, taken_in)] if number else []
+        account.progressed(running, NOW_S + 1.1 * number)
+        return account.step.observations - before
+
+    window(0, taken_in=False)
+    account.granted(new, 1, NOW_S + 0.5)
+
+    assert [window(1, taken_in=False), window(2, taken_in=False)] == [0, 0]
+    account.first_token(FirstToken(new, "e0", 1, 3.0), NOW_S + 3)
+    assert [window(3, taken_in=True), window(4, taken_in=True)] == [0, 1]

@@ -29,6 +29,9 @@ NOTHING = (0.0,) * COLUMNS
 CORRELATION = 0.1
 GAP_WINDOW_S = 1.0
 LEAST_STEPS = 4.0
+SPLIT_SHARE = 0.3
+"""Of the prompts taken in during a window, at most so much may have been pending at its ends: what part of those was taken
+in meanwhile nobody knows."""
 UNSEEN_S = 1.0
 UNSEEN_FACTOR = 3.0
 """A first token so much later than predicted, and than UNSEEN_S, has been made and was not shown."""
@@ -185,6 +188,7 @@ class Account:
     """See the module header. One per engine."""
 
     __slots__ = (
+        "_gap_pending",
         "_gap_prompts",
         "_gap_since_s",
         "_lengths",
@@ -218,6 +222,7 @@ class Account:
         self._peak_sequences: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._gap_since_s: float | None = None
         self._gap_prompts = 0
+        self._gap_pending = 0
 
     # -- what comes and goes -------------------------------------------------------------------------------------------
 
@@ -307,6 +312,7 @@ class Account:
         since_s = self._gap_since_s
         if since_s is not None and now_s - since_s < GAP_WINDOW_S:
             return
+        pending = sum(one.work.prompt_tokens for one in self.entries.values() if not (one.prefilled or one.assumed))
         made = [
             entry.shown_tokens - entry.window_tokens
             for entry in self.entries.values()
@@ -317,9 +323,10 @@ class Account:
             decoding = [entry for entry in self.entries.values() if entry.prefilled]
             if steps >= LEAST_STEPS:
                 self.gap_s = (now_s - since_s) / steps
-                held = sum(entry.work.prompt_tokens + entry.shown_tokens for entry in decoding)
-                self.step.saw_gap(self.gap_s, len(decoding), held, self._gap_prompts / steps)
-        self._gap_since_s, self._gap_prompts = now_s, 0
+                if self._gap_pending + pending <= SPLIT_SHARE * self._gap_prompts:
+                    held = sum(entry.work.prompt_tokens + entry.shown_tokens for entry in decoding)
+                    self.step.saw_gap(self.gap_s, len(decoding), held, self._gap_prompts / steps)
+        self._gap_since_s, self._gap_prompts, self._gap_pending = now_s, 0, pending
         for entry in self.entries.values():
             entry.window_tokens = entry.shown_tokens if entry.prefilled else None
 

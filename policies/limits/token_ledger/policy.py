@@ -90,7 +90,8 @@ class TokenLedger:
         seen = mine.seen
         if seen is None or seen[0] is not engine or seen[1] != now_s:
             seen = mine.seen = (engine, now_s, self._scene(mine, engine, now_s))
-        readings, _ = self._ask(mine, work, engine, seen[2])
+        late = self._policy.late(work, now_s)
+        readings, _ = self._ask(mine, work, engine, seen[2], late=late)
         if not engine.in_flight_total:
             readings = [GuardReading(one.guard, one.value, max(one.value, one.threshold), True) for one in readings]
         return Verdict.of(readings)
@@ -158,8 +159,10 @@ class TokenLedger:
 
     # -- what is asked -------------------------------------------------------------------------------------------------
 
-    def _ask(self, mine: _Engine, work: Work, engine: EngineView, scene: Scene) -> tuple[list[GuardReading], float]:
-        """(readings, steps to overflow)."""
+    def _ask(
+        self, mine: _Engine, work: Work, engine: EngineView, scene: Scene, *, late: bool = False
+    ) -> tuple[list[GuardReading], float]:
+        """(readings, steps to overflow). late: its objective is missed, and it must not make others miss theirs."""
         fields, model, account = self._fields, mine.account.step, mine.account
         patient = work.class_name not in self._objectives
         means, variances = self._newcomer(work)
@@ -171,7 +174,7 @@ class TokenLedger:
             variances=account.sums.variances_with(work.tenant, variances, scene.variances),
         )
         z = self._z_careful if mine.careful else self._z
-        memory = guards.kv(scene, asked, z, patient=patient)
+        memory = guards.kv(scene, asked, z, patient=patient or late)
         found = [
             None if memory is None else memory[0],
             guards.bound(scene, asked) if patient else None,
@@ -185,6 +188,8 @@ class TokenLedger:
                 guards.stall(scene, asked, model, fields),
                 guards.knee(scene, asked, model, fields),
             ]
+        elif late:
+            found += [guards.first_token(scene, asked, model, fields), guards.stall(scene, asked, model, fields)]
         else:
             found.append(guards.pipe(scene, asked, model))
         found += guards.machine(engine, scene, fields)
@@ -277,7 +282,8 @@ class TokenLedger:
         if prompts is None:
             prompts = self._prompts[work.class_name] = deque(maxlen=PROMPTS_KEPT)
         prompts.append(work.prompt_tokens)
-        patient, step = work.class_name not in self._objectives, mine.account.step
+        late = self._policy.late(work, now_s)
+        patient, step = late or work.class_name not in self._objectives, mine.account.step
         if patient and guards.oversize(work.prompt_tokens, mine.hypothesis[1], step, self._fields):
             mine.oversize_s = now_s
 

@@ -104,3 +104,16 @@ def test_nothing_becomes_negative() -> None:
 
     assert all(weight >= 0 for weight in model.theta)
     assert model.base_s > 0
+
+
+def test_prompts_that_a_cache_held_do_not_pull_every_prediction_down() -> None:
+    model, rng = StepModel(), random.Random(1)
+    for number in range(1500):
+        row = (1, 30, 60_000, 0)
+        model.saw_gap(true_s(row), *row[1:])
+        pending = rng.randint(2000, 8000)
+        seen_s = true_s(ttft_row(pending, 30, 60_000, 2048))
+        model.saw_first_token(seen_s / 20 if number % 5 == 0 else seen_s, pending, 30, 60_000)
+
+    assert model.step_s(30, 60_000) == pytest.approx(true_s((1, 30, 60_000, 0)), rel=0.15)
+    assert model.ttft_s(5000, 30, 60_000) > 0.6 * true_s(ttft_row(5000, 30, 60_000, 2048))
