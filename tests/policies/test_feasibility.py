@@ -34,7 +34,7 @@ def in_time(works: list[Work]) -> int:
     """How many are in time when they are served in this order."""
     at_s, count = NOW_S, 0
     for one in works:
-        at_s += STRETCH * one.prompt_tokens * SECONDS_PER_TOKEN
+        at_s += STRETCH * prefill_tokens(one.prompt_tokens) * SECONDS_PER_TOKEN
         assert one.deadline_s is not None
         count += at_s <= one.deadline_s - SPARE * (one.deadline_s - one.accepted_s) + 1e-9
     return count

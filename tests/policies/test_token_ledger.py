@@ -741,7 +741,7 @@ def test_gaps_are_not_learned_from_while_a_prompt_is_half_taken_in() -> None:
     account = Account(URGENT, Lengths())
     old, new = work("old", "night"), work("new", "night", prompt_tokens=60_000)
     account.granted(old, 1, NOW_S)
-    account.first_token(FirstToken(old, "e0", 1, 0.1), NOW_S)
+    account.first_token(FirstToken(old, "e0", 0.1), NOW_S)
 
     def window(number: int, *, taken_in: bool) -> int:
         """Observations that it brings."""
@@ -755,5 +755,5 @@ def test_gaps_are_not_learned_from_while_a_prompt_is_half_taken_in() -> None:
     account.granted(new, 1, NOW_S + 0.5)
 
     assert [window(1, taken_in=False), window(2, taken_in=False)] == [0, 0]
-    account.first_token(FirstToken(new, "e0", 1, 3.0), NOW_S + 3)
+    account.first_token(FirstToken(new, "e0", 3.0), NOW_S + 3)
     assert [window(3, taken_in=True), window(4, taken_in=True)] == [0, 1]
