@@ -28,6 +28,8 @@ from policies.vocabulary import Action, Decision, DispatchBatch, EngineState, En
 
 LOOK_AHEAD = 24
 """Refusals in a round after which a tenant's works of one kind are not looked at again."""
+MOST_PLACED = 64
+"""Works that one round places: what waits beyond is the next round's, which follows at once, and streams are served between."""
 GOLDEN = 0.6180339887498949
 
 Kind = tuple[str, str, str, str | None, frozenset[str]]
@@ -92,7 +94,7 @@ def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this 
     for work in due:
         if room.offer(work, "deadline"):
             room.catch_up(patient)
-        elif room.full >= asked:
+        elif room.full >= asked or len(room.placements) >= MOST_PLACED:
             break
     for backlog in patient:
         while backlog.take_fair(room.fair):
@@ -188,7 +190,7 @@ class _Round:
 
     def offer(self, work: Work, turn: str) -> bool:
         """Place the work if an engine has room for it and its tenant may have more in flight."""
-        if work.class_name in self.full:
+        if work.class_name in self.full or len(self.placements) >= MOST_PLACED:
             return False
         kind = (work.class_name, work.model, work.path, work.pinned_engine, work.avoid)
         if kind in self._closed:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.dispatching import LOOK_AHEAD, Placement, place_one, plan_batches, plan_round, shut_classes
+from policies.dispatching import LOOK_AHEAD, MOST_PLACED, Placement, place_one, plan_batches, plan_round, shut_classes
 from policies.limits import build
 from policies.ordering import TenantCounters
 from policies.placement import eligible
@@ -340,6 +340,14 @@ def test_a_kind_that_has_no_room_for_any_work_is_asked_for_twice_whatever_waits(
 
     assert not placements
     assert sizing.asked == 2
+
+
+def test_a_round_places_a_bounded_number_of_works_and_leaves_the_rest_to_the_next() -> None:
+    waiting = [work(f"w{n}", "night", rank=n, prompt_tokens=1) for n in range(3 * MOST_PLACED)]
+
+    placed = plan_round(waiting, [engine()], Tokens(10**9), POLICY, NOW_S, 0.0)
+
+    assert [one.work.id for one in placed] == [f"w{n}" for n in range(MOST_PLACED)]
 
 
 def test_a_class_that_no_engine_has_room_for_is_left_out_of_a_round_and_its_guard_is_told() -> None:
