@@ -45,6 +45,7 @@ class Sightings:
     def ended(self, engine: str, began_s: float, ended_s: float) -> None:
         """An attempt of a process in contact has ended, in pool time."""
         self._past.append(_Past(engine, began_s, ended_s))
+        self.forget_old(ended_s)  # a process that does not lead looks at nothing
 
     def look(
         self, engine: str, sample: Sample, *, asked_s: float, taken_s: float, running: Callable[[float], int]

@@ -56,7 +56,7 @@ class Hearing:
 
 
 class Steward:
-    """See the module header. Used by the dispatcher, and only while this process leads."""
+    """See the module header. Used by the dispatcher while this process leads; `finished` and `spent` are told always."""
 
     __slots__ = (
         "_clock",
@@ -285,15 +285,15 @@ class Steward:
             }
             if fresh != other.credits or not other.told:
                 changed[session] = fresh
-        for session, given in changed.items():
-            other = self._others[session]
+        written = [self._others[session] for session in changed]  # one may end while the store is asked
+        for (session, given), other in zip(changed.items(), written, strict=True):
             other.credits, other.told = given, False
             self._count(session, other, now_s)
         if changed and await self._queue.give_credit(
             changed, epoch=self._presence.epoch, now_ms=self._presence.now_ms()
         ):
-            for session in changed:
-                self._others[session].told = True
+            for other in written:
+                other.told = True
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 

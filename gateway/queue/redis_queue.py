@@ -525,9 +525,13 @@ class RedisQueue:
             raise
 
     async def _leave_node(self) -> None:
-        """Let the next command connect anew, to the primary of then; bells follow at their next beat."""
+        """Let the next command connect anew, to the primary of then; bells follow at their next beat.
+
+        A connection that cannot be closed in good order (TLS waits for the other side) is gone all the same.
+        """
         self._node_changes += 1
-        await self._client.connection_pool.disconnect(inuse_connections=False)
+        with contextlib.suppress(RedisError, OSError):
+            await self._client.connection_pool.disconnect(inuse_connections=False)
 
     def __repr__(self) -> str:
         return f"<RedisQueue pool={self._pool} session epochs={self._registered} node changes={self._node_changes}>"

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -16,8 +17,10 @@ from typing import Any, Self
 
 import pytest
 import structlog
+from redis.asyncio.connection import ConnectionPool
 from redis.crc import key_slot
 from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from structlog.testing import CapturingLogger
 
 from gateway.queue import redis_queue
@@ -388,6 +391,29 @@ async def test_a_store_that_is_not_there_is_told_without_the_password() -> None:
             await register(queue)
 
         assert "hunter2" not in f"{caught.value!r} {queue!r} {caught.value.__cause__!r}"
+
+
+@pytest.mark.parametrize(
+    "error", [RedisTimeoutError("disconnecting"), ssl.SSLError("application data after close notify")]
+)
+async def test_a_connection_that_does_not_close_in_good_order_is_no_other_fault_than_its_command_s(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def loading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            while await reader.read(65_536):
+                writer.write(b"-LOADING Redis is loading the dataset in memory\r\n")
+
+    async def disconnect(_pool: ConnectionPool, inuse_connections: bool = True) -> None:
+        raise error
+
+    async with await asyncio.start_server(loading, "127.0.0.1", 0) as server:
+        async with queue_at(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}") as queue:
+            with monkeypatch.context() as patched:
+                patched.setattr(ConnectionPool, "disconnect", disconnect)
+
+                with pytest.raises(QueueUnavailable, match="loading"):
+                    await queue.time_ms()
 
 
 async def test_a_fault_of_our_own_is_raised_as_itself(valkey: Server) -> None:

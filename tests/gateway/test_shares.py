@@ -172,6 +172,29 @@ def _speaks_all() -> Any:
     return SimpleNamespace(speaks=lambda _path: True)
 
 
+class Sweeping(MemoryQueue):
+    """A store that is swept while credit is written."""
+
+    meanwhile: Any = None
+
+    async def give_credit(self, *args: Any, **kwargs: Any) -> bool:
+        given = await super().give_credit(*args, **kwargs)
+        self.meanwhile()
+        return given
+
+
+def test_a_session_that_ends_while_its_credit_is_written_does_not_end_the_leader() -> None:
+    pool = Pool(["a", "b"])
+    queue = pool.queue = pool.steward._queue = Sweeping(lambda: int(pool.now_s * 1000))
+    queue.meanwhile = lambda: pool.steward.ended(["a"])
+    for holder in pool.holders:
+        holder.renew()
+
+    pool.tick()
+
+    assert {session.id: other.told for session, other in pool.steward._others.items()} == {"b": True}
+
+
 def test_a_process_that_is_idle_in_a_busy_moment_has_a_floor_to_start_on_once_it_is_cut_off() -> None:
     pool = Pool(["busy", "idle"])
     pool.beat()

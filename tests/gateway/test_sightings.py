@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.base import Measured, Sample, Signal
-from gateway.dispatch.sightings import LOOKS, Sightings
+from gateway.dispatch.sightings import KEPT_S, LOOKS, Sightings
 
 T = 100.0
 
@@ -120,6 +120,14 @@ def test_old_polls_are_forgotten() -> None:
         look(seen, 2, at_s=T + number)
 
     assert seen.at_most("e", 0.0) == 2
+
+
+def test_a_process_that_never_looks_keeps_what_ended_last_only() -> None:
+    seen = Sightings()
+    for number in range(1_000):
+        seen.ended("e", T + number - 10, T + number)
+
+    assert len(seen._past) == KEPT_S + 1
 
 
 LIVES = st.lists(st.tuples(st.floats(90, 101), st.floats(0.01, 8)), max_size=12)
