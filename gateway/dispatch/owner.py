@@ -174,7 +174,7 @@ class Owner:
         assert self._dispatcher is not None
         self._dispatcher.accept(waiter.work, grant)
         self._entries[grant.work_id] = grant.attempt
-        waiter.granted.set_result(grant)
+        waiter.start(grant)
         return True
 
     def report(self) -> SessionReport:

@@ -414,7 +414,8 @@ class Queue(Protocol):
     ) -> list[bool]:
         """Granted -> waiting at the old rank, with the work's new attempt count and avoid set. False: not ours.
 
-        A grant that was never started is given back with the attempt count unchanged.
+        A grant that was never started is given back with the attempt count unchanged. A work that waits keeps what it
+        has, unless the attempt count given is higher: then a store that lost its last writes is behind, and takes it.
         seqs   `GrantTaken.seq` of the grants given back; with them a late repeat cannot take back a newer grant
         """
         ...

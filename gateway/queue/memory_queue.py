@@ -373,6 +373,8 @@ class MemoryQueue:
         held = self._works.get(work.id)
         if held is None or held.owner != owner:
             return False
+        if held.grant is None and work.attempt > held.work.attempt:
+            held.work = replace(held.work, attempt=work.attempt, avoid=work.avoid)
         stale = held.grant is None or (seq is not None and seq != held.seq) or held.work.attempt > work.attempt + 1
         if not stale:
             self._leave(held)

@@ -228,9 +228,21 @@ MUTANTS = (
     ScriptMutant("requeue", " or work.owner ~= owner", "", "test_a_session_cannot_requeue_a_work_of_another"),
     ScriptMutant(
         "requeue",
-        "if work.state == 'w' then return 1 end",
-        "",
+        "if work.state == 'w' then\n    if",
+        "if false then\n    if",
         "test_a_late_requeue_changes_nothing_of_a_work_that_waits",
+    ),
+    ScriptMutant(
+        "requeue",
+        "tonumber(attempt) > tonumber(work.attempt)",
+        "true",
+        "test_a_late_requeue_changes_nothing_of_a_work_that_waits",
+    ),
+    ScriptMutant(
+        "requeue",
+        "      write_work(work)\n",
+        "",
+        "test_a_requeue_brings_a_waiting_work_that_the_store_has_rewound_up_to_its_attempts",
     ),
     ScriptMutant(
         "requeue",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import structlog
@@ -16,7 +17,7 @@ from fakeredis import FakeAsyncRedis, FakeServer
 from gateway.queue.keys import TABLE
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.queue.redis_queue import RedisQueue
-from tests.contracts.test_queue import ME, NOW, OTHER, claim, enqueue, grant, register, work
+from tests.contracts.test_queue import ME, NOW, OTHER, claim, enqueue, grant, look, register, work
 
 
 @pytest.fixture
@@ -73,6 +74,21 @@ async def test_a_grant_whose_work_was_lost_and_waits_again_is_not_read(queue: Re
     await enqueue(queue, work("a"))
 
     assert await queue.take_grants(ME, after_seq=0) == []
+
+
+async def test_a_requeue_brings_a_waiting_work_that_the_store_has_rewound_up_to_its_attempts(queue: RedisQueue) -> None:
+    """Else its owner waits for an attempt that the leader never grants, and gives every grant back."""
+    memory = MemoryQueue(lambda: NOW)
+    tried = replace(work("a", 1), attempt=2, avoid=frozenset({"gpu:0/a"}))
+    for one in (memory, queue):
+        await register(one)
+        await enqueue(one, work("a", 1), work("b", 2))
+
+        answers = await one.requeue_many([tried], session=ME, now_ms=NOW)
+
+        assert answers == [True]
+        assert (await look(one)).works == (tried, work("b", 2))
+        assert (await look(one)).depths == {("interactive", "acme"): 2}
 
 
 async def test_a_record_that_a_late_call_made_after_a_loss_is_fresh_for_who_takes_over(queue: RedisQueue) -> None:

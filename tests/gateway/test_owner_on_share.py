@@ -40,6 +40,8 @@ class Share:
     def finished(self, _work: Work, _grant: Grant, _outcome: Outcome | None) -> None:
         self.places += 1
 
+    def accept(self, _work: Work, _grant: Grant) -> None: ...
+
     def entered(self, _work: Work) -> None: ...
 
     def left(self, _work: Work) -> None: ...
@@ -113,6 +115,16 @@ async def test_a_work_that_began_to_enter_the_store_before_the_cut_starts_when_t
         owner._start_on_share()
 
         assert (await task).work_id == "w1"
+
+
+async def test_a_work_that_is_granted_does_not_wait_for_the_store_to_say_that_it_took_it() -> None:
+    owner, _ = owner_with(Share(0), failing=False)
+    async with waiting(owner, work("w1", 1.0)) as (task,):
+        taken = owner.granted(Grant("w1", "e1", 1, 1, 5.0))
+
+        async with asyncio.timeout(1):
+            assert (await task).engine == "e1"
+    assert taken
 
 
 @pytest.mark.parametrize("places", [0, 1])

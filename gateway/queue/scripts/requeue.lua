@@ -2,6 +2,7 @@
 --
 -- Only the attempt and what to avoid change: the rest is as it was enqueued, also what this release does not know of it.
 -- A repeat finds the work waiting, or granted anew with a higher attempt or another sequence number: it changes nothing.
+-- A work that waits with fewer attempts than given was rewound by a store that lost its last writes: it is brought up to them.
 --
 -- KEYS     the pool's table
 -- ARGV     1 session, 2 the pool's bell, then per work: id, attempt, seq of the grant given back ("" any), avoid
@@ -15,7 +16,13 @@ redis.call('HDEL', WORKS, '')
 local function requeue(id, attempt, seq, avoid)
   local work = read_work(id)
   if not work or work.owner ~= owner then return 0 end
-  if work.state == 'w' then return 1 end
+  if work.state == 'w' then
+    if tonumber(attempt) > tonumber(work.attempt) then
+      work.attempt, work.avoid = attempt, avoid
+      write_work(work)
+    end
+    return 1
+  end
   if seq ~= '' and seq ~= work.seq then return 1 end
   if tonumber(work.attempt) > tonumber(attempt) + 1 then return 1 end
   leave(work)
