@@ -32,8 +32,8 @@ MOST_PLACED = 64
 """Works that one round places: what waits beyond is the next round's, which follows at once, and streams are served between."""
 GOLDEN = 0.6180339887498949
 
-Kind = tuple[str, str, str, str | None, frozenset[str]]
-"""(class, model, path, pin, avoid): works of one kind may run on the same engines."""
+Kind = tuple[str, str, str, str | None, frozenset[str], bool]
+"""(class, model, path, pin, avoid, late): works of one kind may run on the same engines, and are bound by the same guards."""
 
 Shut = Mapping[str, Mapping[str, Verdict]]
 """Classes for which no engine has room, each with the refusals by engine."""
@@ -192,7 +192,8 @@ class _Round:
         """Place the work if an engine has room for it and its tenant may have more in flight."""
         if work.class_name in self.full or len(self.placements) >= MOST_PLACED:
             return False
-        kind = (work.class_name, work.model, work.path, work.pinned_engine, work.avoid)
+        late = self._policy.late(work, self._now_s)
+        kind = (work.class_name, work.model, work.path, work.pinned_engine, work.avoid, late)
         if kind in self._closed:
             return False
         refused = self._refused.get((kind, work.tenant))
@@ -206,7 +207,7 @@ class _Round:
         if chosen is None:
             if refused is None and not self._least_fits(kind, work):
                 self._closed.add(kind)
-                if len(self._eligible(kind, work)) == self._up:
+                if not late and len(self._eligible(kind, work)) == self._up:
                     self.full.add(work.class_name)
             self._refused[kind, work.tenant] = _Refused.after(refused, work)
             return False

@@ -366,7 +366,7 @@ _UNNAMED_CLASS = ClassPolicy(min_share=0.0)
 
 PRESSING_FRACTION = 0.9
 """Part of max_age_s after which a work is pressing: the rest is the time in which it is got started."""
-PATIENCE_FRACTION = 0.5
+PATIENCE_FRACTION = 0.25
 """Of max_wait_s, for a work whose first token is late."""
 
 
@@ -421,7 +421,7 @@ class Policy:
     def late(self, work: Work, now_s: float) -> bool:
         """True for a work whose first token is late already: it goes before nobody's any more, who can still be in time.
 
-        Only until half of its class's max_wait_s has passed: after that it is urgent again, so that it ends as a late
+        Only until a quarter of its class's max_wait_s has passed: after that it is urgent again, so that it ends as a late
         answer and not as none.
         """
         if work.deadline_s is None or now_s <= work.deadline_s:

@@ -72,11 +72,12 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The control tick: the engine's view as of its last poll. `queued` is works waiting in our queue that are not
-    late, by class."""
+    """The control tick: the engine's view as of its last poll. `queued` is works waiting in our queue, by class; `late`
+    those of them whose first token is late (`policies.schema.Policy.late`)."""
 
     view: EngineView
     queued: Mapping[str, int] = field(default_factory=dict)
+    late: Mapping[str, int] = field(default_factory=dict)
 
 
 SizingEvent = Granted | FirstToken | Finished | Progressed | Sampled

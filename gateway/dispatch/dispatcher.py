@@ -536,11 +536,11 @@ class Dispatcher:
             await asyncio.sleep(TICK_S * self._rng.uniform(0.9, 1.0))
             self._ledger.refresh()
             now_s = self._clock.pool_s()
-            queued = {name: max(0, depth - self._late[name]) for name, depth in self.depths().items()}
+            queued = self.depths()
             for view in self._roster.views(self._clock.now_s()):
                 running = self._ledger[view.name].progress() + self._steward.running(view.name)
                 self._sizing.on_event(Progressed(view.name, running), now_s)
-                self._sizing.on_event(Sampled(view, queued), now_s)
+                self._sizing.on_event(Sampled(view, queued, self._late), now_s)
             self.wake_if_waiting()
             if not self._presence.sole:
                 try:

@@ -402,7 +402,8 @@ class Relay:
                 return
             if self._exchange.path == "/v1/responses":
                 self._find_response_id(body)
-            self._first_token()
+            # The whole answer is no first token: who decides must not take the time of all tokens for that of one.
+            self._engine_ttft_s = self._clock.now_s() - self.sent_s
             self._flush_whole()
             self._end(None, prompt_tokens=facts.prompt_tokens)
             return

@@ -72,6 +72,8 @@ def test_a_larger_work_is_never_admitted_where_a_smaller_is_not(
             prompt_tokens=one.prompt_tokens + tokens,
             sequences=one.sequences + sequences,
             max_tokens=None if one.max_tokens is None else one.max_tokens + tokens,
+            accepted_s=one.accepted_s,
+            deadline_s=one.deadline_s,
         )
         for view in views:
             assert sizing.admit(one, view, NOW_S).admitted or not sizing.admit(larger, view, NOW_S).admitted

@@ -14,7 +14,7 @@ from tests.gateway.ingress.raw_client import RawClient
 POLICY = """\
 version: 1
 classes:
-  interactive: {ttft_sla_s: 1.0}
+  interactive: {ttft_sla_s: 5.0}
   bulk: {}
 sizing: {policy: token_ledger}
 """

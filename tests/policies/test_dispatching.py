@@ -326,7 +326,7 @@ def test_a_round_asks_a_bounded_number_of_times_however_many_wait(order: int) ->
     placed = plan_round(waiting, [engine()], sizing, POLICY, NOW_S, 0.0)
 
     assert placed == []
-    assert sizing.asked <= LOOK_AHEAD + 1
+    assert sizing.asked <= 2 * (LOOK_AHEAD + 1)  # late works are a kind of their own
 
 
 # -- decisions and the short way ---------------------------------------------------------------------------------------
@@ -362,6 +362,23 @@ def test_a_class_that_no_engine_has_room_for_is_left_out_of_a_round_and_its_guar
     assert not placements
     assert sizing.asked == asked == 1
     assert not shut_classes(["night"], [engine()], Tokens(50), NOW_S)
+
+
+def test_a_late_work_that_finds_no_room_leaves_it_to_those_in_time() -> None:
+    class NoRoomForLate(Tokens):
+        def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+            return (
+                super().admit(work, engine, now_s)
+                if not POLICY.late(work, now_s)
+                else Tokens(-1).admit(work, engine, now_s)
+            )
+
+    late = work("late", accepted_s=NOW_S - 9, deadline_s=NOW_S - 8, prompt_tokens=1)
+    in_time = work("in time", accepted_s=NOW_S, deadline_s=NOW_S + 1, prompt_tokens=1)
+
+    placed = plan_round([late, in_time], [engine()], NoRoomForLate(50), POLICY, NOW_S, 0.0)
+
+    assert [one.work.id for one in placed] == ["in time"]
 
 
 def test_a_placement_says_under_which_policy_and_with_what_guards_it_was_made() -> None:

@@ -166,7 +166,7 @@ def test_an_admission_never_passes_where_the_exact_sum_does_not(
 
     verdict = ledger.admit(candidate, view, NOW_S)
 
-    need = exactly(works, candidate, z=2.326)
+    need = exactly(works, candidate, z=1.645)
     if counts and need > KV_SHARE * capacity + 1:
         assert not verdict.admitted
 
@@ -330,7 +330,7 @@ def test_urgent_prompts_beyond_the_pipe_stay_where_their_order_can_change() -> N
         ledger.on_event(Granted(one, "e0", 1), NOW_S)
         pending += one.prompt_tokens
 
-    assert admitted == [True, True, False]
+    assert admitted == [True, False, False]
 
 
 def test_the_pipe_is_thin_where_the_objective_leaves_room_for_many_prompts() -> None:
@@ -733,7 +733,7 @@ def test_a_late_work_is_urgent_again_before_its_time_in_the_queue_is_over() -> N
 
     assert not POLICY.late(late, NOW_S + 1)
     assert POLICY.late(late, NOW_S + 2)
-    assert not POLICY.late(late, NOW_S + max_wait_s / 2)
+    assert not POLICY.late(late, NOW_S + max_wait_s / 4)
     assert not POLICY.late(work("x", "night"), NOW_S + 1e6)
 
 
@@ -757,3 +757,14 @@ def test_gaps_are_not_learned_from_while_a_prompt_is_half_taken_in() -> None:
     assert [window(1, taken_in=False), window(2, taken_in=False)] == [0, 0]
     account.first_token(FirstToken(new, "e0", 3.0), NOW_S + 3)
     assert [window(3, taken_in=True), window(4, taken_in=True)] == [0, 1]
+
+
+def test_the_pipe_is_as_wide_as_a_long_prompt_for_short_and_long_ones_alike() -> None:
+    model = Account(URGENT, Lengths()).step
+    wide = replace(SCENE, pending_urgent=2000.0, hypothesis_tokens=2500.0)
+    thin = replace(wide, hypothesis_tokens=100.0)
+    asked = Asked(prompt_tokens=2500, sequences=1, objective_s=0.2, means=NOTHING, variances=NOTHING)
+
+    for tokens in (0, 100, 2500):
+        assert guards.pipe(wide, replace(asked, prompt_tokens=tokens), model).passed
+        assert not guards.pipe(thin, replace(asked, prompt_tokens=tokens), model).passed

@@ -169,12 +169,13 @@ def stall(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizin
 
 def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
     """The thin pipe: time until the urgent prompts that are pending have their first tokens, without this work's, so that
-    one always fits. It is no thinner than what this work itself takes: an engine that needs most of the objective for one
-    prompt would else stand idle between two."""
+    one always fits. It is no thinner than what a long prompt (p95) takes by itself: an engine that needs most of the
+    objective for one prompt would else stand idle between two. The same for all works, so that a refused one refuses every
+    longer one."""
     pending = scene.pending_urgent
     value = model.ttft_s(pending, scene.sequences, scene.held_tokens) if pending else 0.0
-    own_s = model.ttft_s(asked.prompt_tokens, scene.sequences, scene.held_tokens)
-    return _reading(Guard.STALL, value, max(PIPE_SHARE * (asked.objective_s or math.inf), own_s))
+    usual_s = model.ttft_s(scene.hypothesis_tokens or 0.0, scene.sequences, scene.held_tokens)
+    return _reading(Guard.STALL, value, max(PIPE_SHARE * (asked.objective_s or math.inf), usual_s))
 
 
 def machine(view: EngineView, scene: Scene, fields: TokenLedgerSizing) -> list[GuardReading]:

@@ -310,7 +310,8 @@ class TokenLedger:
             mine.noted_s = now_s
             account.note_peak()
         mine.queued_tokens = sum(
-            event.queued.get(name, 0) * _mean(self._prompts.get(name)) for name in self._objectives
+            max(0, event.queued.get(name, 0) - event.late.get(name, 0)) * _mean(self._prompts.get(name))
+            for name in self._objectives
         )
         worst = max((used for _, used in account.first_tokens), default=None)
         if mine.silent:
