@@ -18,6 +18,7 @@ from tests.simulation.test_world import SHOWED
 FURTHER = range(40)
 
 
+@pytest.mark.many  # 35 s of CPU
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_gateway_without_one_of_its_checks_is_caught(mutant: Mutant) -> None:
     seeds = (mutant.seed, *FURTHER)
