@@ -2,9 +2,9 @@
 
 An engine keeps what it has begun, whatever waits (its priorities order its queue, and evict only for what runs): so the
 gateway gives up works itself. Preempted are works of classes without an objective that say `preemptible`, on an engine
-where KV memory is all that refuses a work which has waited for WAITED_SHARE of its time and is not late yet; the newest first, since they have
-the least to lose, and no more of them than it takes. A preempted work goes back to the queue and begins anew: what it had
-made is waste, so it is left in peace for PEACE_S after that, and for good after REQUEUES_MAX times.
+where KV memory is all that refuses a work which has waited for WAITED_SHARE of its time and is not late yet; the newest
+first, since they have the least to lose, and no more of them than it takes. A preempted work goes back to the queue and
+begins anew: what it had made is waste, so it is left in peace for PEACE_S after that, and for good after REQUEUES_MAX times.
 
 Who can be given up without harm is the caller's to say: not a work whose answer has begun to reach its client.
 """

@@ -60,10 +60,8 @@ class Clairvoyant(Unlearning):
             request = course.request
         elif work.prompt_tokens:
             return REFUSED[Guard.NONE]
-        else:
-            request = Request(
-                now_s, 1, 1, class_name=work.class_name
-            )  # the round asks whether anything would find room
+        else:  # the round asks whether the least work would find room
+            request = Request(now_s, 1, 1, class_name=work.class_name)
         if work.prompt_tokens < request.prompt_tokens:  # the round asks whether the least work would find room
             request = replace(request, prompt_tokens=max(1, work.prompt_tokens), output_tokens=work.max_tokens or 1)
         if work.class_name == BULK:

@@ -87,7 +87,6 @@ class Dispatcher:
         "_depths",
         "_in_vain",
         "_journal",
-        "_late",
         "_latest",
         "_ledger",
         "_looked_at",
@@ -156,7 +155,6 @@ class Dispatcher:
         self._latest: dict[str, Work] = {}
         self._waiting_here: dict[str, int] = {}
         self._overdue = False
-        self._late: Counter[str] = Counter()
         self._in_vain = 0
         self._uncertain: dict[tuple[str, int], Grant] = {}
         self._took_over = 0
@@ -378,7 +376,6 @@ class Dispatcher:
         policy = self._store.current  # it may have changed while we read, and the sizing policy with it
         now_s = self._clock.pool_s()
         self._overdue = policy.any_overdue(waiting.works, now_s)
-        self._late = Counter(work.class_name for work in waiting.works if policy.late(work, now_s))
         fresh: Sequence[Work] = waiting.works
         if self._uncertain:
             fresh = [work for work in fresh if (work.id, work.attempt + 1) not in self._uncertain]
@@ -536,11 +533,12 @@ class Dispatcher:
             await asyncio.sleep(TICK_S * self._rng.uniform(0.9, 1.0))
             self._ledger.refresh()
             now_s = self._clock.pool_s()
-            queued = self.depths()
+            policy, queued = self._store.current, self.depths()
+            late = Counter(work.class_name for work in self._looked_at if policy.late(work, now_s))
             for view in self._roster.views(self._clock.now_s()):
                 running = self._ledger[view.name].progress() + self._steward.running(view.name)
                 self._sizing.on_event(Progressed(view.name, running), now_s)
-                self._sizing.on_event(Sampled(view, queued, self._late), now_s)
+                self._sizing.on_event(Sampled(view, queued, late), now_s)
             self.wake_if_waiting()
             if not self._presence.sole:
                 try:

@@ -11,6 +11,8 @@ from tests.end_to_end.dialects import CHAT
 from tests.end_to_end.scripted_engine import Asked, ScriptedEngine, Wire, answer, hello
 from tests.gateway.ingress.raw_client import RawClient
 
+# Five seconds: the ledger believes only after one that the prompt of an answer that shows nothing yet is in memory, and a work
+# that is late by then takes nobody's place (docs/decisions/0025).
 POLICY = """\
 version: 1
 classes:

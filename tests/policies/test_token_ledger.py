@@ -31,7 +31,7 @@ from policies.vocabulary import (
     Verdict,
     Work,
 )
-from tests.policies.worlds import NOW_S, engine, fresh, policy, work
+from tests.policies.worlds import NOW_S, POLICY_TEXT, engine, fresh, policy, work
 
 POLICY = policy()
 URGENT = frozenset({"chat", "code"})
@@ -267,13 +267,13 @@ def test_no_decision_depends_on_the_order_of_what_runs(
 
 
 def test_works_of_other_processes_count_by_what_their_class_makes() -> None:
-    ledger = TokenLedger(POLICY)
+    ledger = TokenLedger(policy(POLICY_TEXT.replace("sizing:\n", "sizing:\n  token_ledger: {kv_risk: 0.01}\n")))
     view = running(ledger, 4)
     alone = reading(ledger.admit(work("x", "night"), view, NOW_S), Guard.KV)[0]
 
     beside = ledger.admit(work("x", "night"), replace(view, in_flight={"night": 4, "scrap": 6}), NOW_S)
 
-    assert reading(beside, Guard.KV)[0] > alone + 6 * 150
+    assert reading(beside, Guard.KV)[0] > alone + 6 * 200
 
 
 # -- guards ------------------------------------------------------------------------------------------------------------
