@@ -326,6 +326,7 @@ def _placement(work: Work, chosen: tuple[Candidate, Verdict], policy: Policy, no
         work_id=work.id,
         guards=chosen[1].guards,
         reason=turn,
+        steps_to_overflow=chosen[1].steps_to_overflow,
     )
     return Placement(work, engine, decision)
 

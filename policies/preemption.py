@@ -65,14 +65,24 @@ def plan_recalls(  # noqa: PLR0917 - one signature with plan_round, read in this
         options = []
         for view in left.values():
             if eligible(work, view):
-                reading = _memory_alone(sizing.admit(work, view, now_s).guards)
+                verdict = sizing.admit(work, view, now_s)
+                reading = _memory_alone(verdict.guards)
                 victims = () if reading is None else _newest(running(view.name), reading, policy, now_s)
                 if reading is not None and victims:
-                    options.append((sum(one.kv_tokens for one in victims), view.name, victims, reading))
+                    options.append((sum(one.kv_tokens for one in victims), view.name, victims, reading, verdict))
         if options:
-            _, name, victims, reading = min(options, key=lambda one: one[:2])
+            _, name, victims, reading, verdict = min(options, key=lambda one: one[:2])
             decision = Decision(
-                Action.PREEMPT, now_s, policy.version, work.class_name, name, work.id, Guard.KV, (reading,), "memory"
+                Action.PREEMPT,
+                now_s,
+                policy.version,
+                work.class_name,
+                name,
+                work.id,
+                Guard.KV,
+                (reading,),
+                "memory",
+                verdict.steps_to_overflow,
             )
             found.append(Recall(name, victims, decision))
             del left[name]

@@ -204,20 +204,25 @@ class GuardReading:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A sizing policy's answer to "may this engine take this work now?", with every guard it consulted."""
+    """A sizing policy's answer to "may this engine take this work now?", with every guard it consulted.
+
+    steps_to_overflow   with the work on the engine: the fewest of its steps for which KV memory is forecast not to
+                        suffice; inf for none, None where nothing is forecast
+    """
 
     admitted: bool
     guards: tuple[GuardReading, ...] = ()
+    steps_to_overflow: float | None = None
 
     @staticmethod
-    def of(readings: Iterable[GuardReading]) -> Verdict:
+    def of(readings: Iterable[GuardReading], steps_to_overflow: float | None = None) -> Verdict:
         """Admitted when every reading passed. Of several readings of one guard the one with the least room is told."""
         found: dict[Guard, GuardReading] = {}
         for one in readings:
             before = found.get(one.guard)
             if before is None or one.threshold - one.value < before.threshold - before.value:
                 found[one.guard] = one
-        return Verdict(all(one.passed for one in found.values()), tuple(found.values()))
+        return Verdict(all(one.passed for one in found.values()), tuple(found.values()), steps_to_overflow)
 
     @property
     def binding(self) -> Guard:
@@ -242,7 +247,7 @@ class Decision:
     """One decision and its reasons: the record behind the metric, the log, the response header and the console.
 
     engine is "" and work_id is "" where the decision names none. policy_version is the content hash of the one
-    policy snapshot it was made under.
+    policy snapshot it was made under. steps_to_overflow is the engine's, see `Verdict`.
     """
 
     action: Action
@@ -254,6 +259,7 @@ class Decision:
     binding: Guard = Guard.NONE
     guards: tuple[GuardReading, ...] = ()
     reason: str = ""
+    steps_to_overflow: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -395,6 +395,17 @@ def test_a_placement_says_under_which_policy_and_with_what_guards_it_was_made() 
     assert (decision.action, decision.work_id, decision.engine) == (Action.DISPATCH, "w", "e0")
     assert (decision.policy_version, decision.at_s, decision.reason) == (POLICY.version, NOW_S, "deadline")
     assert [(guard.value, guard.threshold) for guard in decision.guards] == [(3, 8)]
+    assert decision.steps_to_overflow is None
+
+
+def test_a_placement_says_how_far_its_engine_is_from_running_out_of_memory() -> None:
+    class Forecasting(Tokens):
+        def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+            return replace(super().admit(work, engine, now_s), steps_to_overflow=256.0)
+
+    (placed,) = plan_round([work("w")], [engine()], Forecasting(50), POLICY, NOW_S, 0.0)
+
+    assert placed.decision.steps_to_overflow == 256.0
 
 
 @given(works, engines, draws)

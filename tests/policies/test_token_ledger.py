@@ -293,12 +293,22 @@ def test_memory_that_will_be_needed_is_refused_though_it_is_free_now() -> None:
 def test_the_steps_to_overflow_are_the_first_horizon_for_which_memory_does_not_suffice() -> None:
     ledger = TokenLedger(POLICY)
 
-    running(ledger, 2)
-    roomy = ledger.steps_to_overflow("e0")
-    running(ledger, 19)
+    told_steps, verdict_steps = [], []
+    for works in (2, 19):
+        view = running(ledger, works)
+        told_steps.append(ledger.window(view, "night").steps_to_overflow)
+        verdict_steps.append(ledger.admit(work("x", "night"), view, NOW_S).steps_to_overflow)
 
-    assert roomy == math.inf
-    assert ledger.steps_to_overflow("e0") == HORIZONS[0]
+    assert told_steps == verdict_steps == [math.inf, HORIZONS[0]]
+
+
+def test_an_engine_that_tells_nothing_of_its_memory_has_no_steps_to_overflow() -> None:
+    ledger = TokenLedger(POLICY)
+    view = engine("e0", {"night": 1})
+    ledger.on_event(Sampled(view), NOW_S)
+
+    assert ledger.admit(work("x", "night"), view, NOW_S).steps_to_overflow is None
+    assert ledger.window(view, "night").steps_to_overflow is None
 
 
 def test_an_urgent_work_gets_the_memory_that_is_kept_from_bulk() -> None:

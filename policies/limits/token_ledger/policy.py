@@ -91,10 +91,10 @@ class TokenLedger:
         if seen is None or seen[0] is not engine or seen[1] != now_s:
             seen = mine.seen = (engine, now_s, self._scene(mine, engine, now_s))
         late = self._policy.late(work, now_s)
-        readings, _ = self._ask(mine, work, engine, seen[2], late=late)
+        readings, steps = self._ask(mine, work, engine, seen[2], late=late)
         if not engine.in_flight_total:
             readings = [GuardReading(one.guard, one.value, max(one.value, one.threshold), True) for one in readings]
-        return Verdict.of(readings)
+        return Verdict.of(readings, steps)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
         """Works with an objective are bound by tokens and seats; the others by the window as well."""
@@ -102,13 +102,12 @@ class TokenLedger:
         seats = mine.seats(engine)
         capacity = engine.kv_capacity_tokens.value
         tokens = None if capacity is None else int(guards.KV_SHARE * capacity)
-        steps = None if mine.capacity_tokens is None else mine.steps_to_overflow
         if class_name in self._objectives:
-            return Window(requests=seats, tokens=tokens, steps_to_overflow=steps)
+            return Window(requests=seats, tokens=tokens, steps_to_overflow=mine.steps_to_overflow)
         limit = int(mine.growth.limit)
         peak = mine.account.urgent_peak_sequences
         requests = limit if seats is None else min(limit, guards.patient_seats(seats, peak))
-        return Window(requests=requests, tokens=tokens, steps_to_overflow=steps)
+        return Window(requests=requests, tokens=tokens, steps_to_overflow=mine.steps_to_overflow)
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
         """Learn from what happened."""
@@ -153,16 +152,12 @@ class TokenLedger:
                 if isinstance(one, Mapping):
                     self._of(str(name)).restore(one, self._fields.most)
 
-    def steps_to_overflow(self, engine: str) -> float:
-        """Of the last tick: the smallest horizon, in engine steps, for which memory would not suffice; inf for none."""
-        return self._of(engine).steps_to_overflow
-
     # -- what is asked -------------------------------------------------------------------------------------------------
 
     def _ask(
         self, mine: _Engine, work: Work, engine: EngineView, scene: Scene, *, late: bool = False
-    ) -> tuple[list[GuardReading], float]:
-        """(readings, steps to overflow). late: its objective is missed, and it must not make others miss theirs."""
+    ) -> tuple[list[GuardReading], float | None]:
+        """(readings, steps to overflow as `Verdict` has it). late: its objective is missed, and it must not make others miss theirs."""
         fields, model, account = self._fields, mine.account.step, mine.account
         patient = work.class_name not in self._objectives
         means, variances = self._newcomer(work)
@@ -193,7 +188,7 @@ class TokenLedger:
         else:
             found.append(guards.pipe(scene, asked, model))
         found += guards.machine(engine, scene, fields)
-        return [one for one in found if one is not None], math.inf if memory is None else memory[1]
+        return [one for one in found if one is not None], None if memory is None else memory[1]
 
     def _scene(self, mine: _Engine, engine: EngineView, now_s: float) -> Scene:
         account = mine.account
@@ -390,7 +385,7 @@ class _Engine:
     hypothesis: tuple[float | None, float | None] = (None, None)
     oversize_s: float = -math.inf
     noted_s: float = -math.inf
-    steps_to_overflow: float = math.inf
+    steps_to_overflow: float | None = None
     seen: tuple[EngineView, float, Scene] | None = None
     preempted: bool = False
     preempted_s: float = -math.inf
