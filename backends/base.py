@@ -126,6 +126,7 @@ class Signal(StrEnum):
 
     asleep        1 while the engine says that it has unloaded its weights, else 0
     server_load   requests that its web server holds, also those that the engine behind it has not seen
+    gpu_slowed    1 while some GPU slows itself down to protect itself, else 0; at its power cap alone it is throttled only
     """
 
     RUNNING = "running"
@@ -151,6 +152,7 @@ class Signal(StrEnum):
     GPU_MEMORY_FREE_BYTES = "gpu_memory_free_bytes"
     GPU_MEMORY_FREE_FRACTION = "gpu_memory_free_fraction"
     GPU_THROTTLED = "gpu_throttled"
+    GPU_SLOWED = "gpu_slowed"
     GPU_ENERGY_J_TOTAL = "gpu_energy_j_total"
 
 

@@ -123,6 +123,7 @@ class EngineView:
     gpu_memory_free_fraction                of the GPU with the least; gpu_memory_free_bytes: n times that GPU's
     gpu_power_w, gpu_temperature_c          summed over the engine's GPUs, and of the hottest
     gpu_throttled                           1 while some GPU holds its clocks down for heat or power, else 0
+    gpu_slowed                              1 while some GPU does so to protect itself, else 0: its power cap alone does not count
     gpu_energy_j_total                      used since the pool's leader began to measure; falls when another leads
     speaks           whether the engine serves a path natively; an engine gets only works whose path it speaks
     """
@@ -153,6 +154,7 @@ class EngineView:
     gpu_power_w: Reading = UNKNOWN
     gpu_temperature_c: Reading = UNKNOWN
     gpu_throttled: Reading = UNKNOWN
+    gpu_slowed: Reading = UNKNOWN
     gpu_energy_j_total: Reading = UNKNOWN
     extra_sequences: Mapping[str, int] = field(default_factory=dict)
     speaks: Callable[[str], bool] = field(default=_any_path, compare=False, repr=False)

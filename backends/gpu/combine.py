@@ -4,7 +4,7 @@ Tensor parallel ranks step together and hold equal parts, so the engine is as fr
 its hottest. The rules:
 
 1. **Sum**: power, energy.
-2. **Maximum**: temperature (as the least margin), busy and power fractions; throttled if any card is.
+2. **Maximum**: temperature (as the least margin), busy and power fractions; throttled, or slowed, if any card is.
 3. **Tightest**: free memory is n times the least free card's; its fraction is that card's.
 4. **All or nothing**: where one card's part is unknown the signal is unknown, since a sum or a maximum without a card
    is a number that nobody measured. It is told as absurd where the part was.
@@ -18,7 +18,7 @@ from typing import Final
 
 from backends.base import Measured, Signal
 from backends.gpu.base import Finding, GpuField, GpuReading, GpuSample, Unknown
-from backends.gpu.throttle import BY_HARDWARE, throttling
+from backends.gpu.throttle import BY_HARDWARE, slowed, throttling
 
 IMBALANCE_FRACTION: Final = 0.10
 """Spread of used memory between cards, as a fraction of the fullest card's use, past which it is a finding."""
@@ -99,6 +99,7 @@ _RULES: Final[tuple[tuple[Signal, tuple[GpuField, ...], _Combine], ...]] = (
         (GpuField.CLOCK_REASONS,),
         lambda parts: float(any(throttling(int(part[0])) for part in parts)),
     ),
+    (Signal.GPU_SLOWED, (GpuField.CLOCK_REASONS,), lambda parts: float(any(slowed(int(part[0])) for part in parts))),
 )
 
 

@@ -46,6 +46,8 @@ BITS: Final[Mapping[int, Reason]] = {
 HARMLESS: Final = frozenset({Reason.GPU_IDLE, Reason.CLOCKS_SETTING, Reason.DISPLAY_CLOCKS})
 BY_HARDWARE: Final = frozenset({Reason.HW_SLOWDOWN, Reason.HW_THERMAL, Reason.HW_POWER_BRAKE})
 """The card protects itself: cooling or power supply needs a person."""
+PROTECTIVE: Final = BY_HARDWARE | {Reason.SW_THERMAL}
+"""Less work is what helps now. A power cap is none of these: a busy card may run at it all day."""
 
 
 def decode(bits: int) -> tuple[Reason, ...]:
@@ -57,3 +59,8 @@ def decode(bits: int) -> tuple[Reason, ...]:
 def throttling(bits: int) -> tuple[Reason, ...]:
     """The reasons for which work is slower than it could be."""
     return tuple(reason for reason in decode(bits) if reason not in HARMLESS)
+
+
+def slowed(bits: int) -> bool:
+    """Whether the card slows itself down to protect itself."""
+    return not PROTECTIVE.isdisjoint(decode(bits))

@@ -28,10 +28,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
+from policies.limits.heat import Heat, heat, known
 from policies.limits.shared import SharedLimit
 from policies.schema import Policy, RulesSizing
 from policies.sizing import Finished, FirstToken, Granted, LearnedStep, Progressed, Sampled, SizingEvent, Window
-from policies.vocabulary import EngineView, Reading, Result, Verdict, Work
+from policies.vocabulary import EngineView, Result, Verdict, Work
 
 TTFT_KEPT_S = 10.0
 """First tokens of the last so many seconds say whether the objective is kept: nine in ten must be in time."""
@@ -70,6 +71,7 @@ class Readings:
     kv_soon_fraction: float | None = None
     heat_margin_c: float | None = None
     power_fraction: float | None = None
+    slowed: float | None = None
 
 
 def gpu_row(seen: Readings, fields: RulesSizing) -> Vote | None:
@@ -106,9 +108,14 @@ def latency_row(seen: Readings, fields: RulesSizing) -> Vote | None:  # noqa: AR
 
 def heat_row(seen: Readings, fields: RulesSizing) -> Vote | None:
     """Row 4."""
-    hot = seen.heat_margin_c is not None and seen.heat_margin_c <= fields.heat_margin_c
-    hungry = seen.power_fraction is not None and seen.power_fraction >= fields.power_at
-    return Vote.SHRINK if hot or hungry else None
+    found = heat(
+        seen.heat_margin_c,
+        seen.power_fraction,
+        seen.slowed,
+        heat_margin_c=fields.heat_margin_c,
+        power_at=fields.power_at,
+    )
+    return Vote.SHRINK if found is Heat.HOT else None
 
 
 def queue_row(seen: Readings, fields: RulesSizing) -> Vote | None:
@@ -217,7 +224,7 @@ class _History:
         """Take in a control tick; the readings when it is time to judge."""
         view, fields = event.view, self.fields
         queued = sum(event.queued.values())
-        used = _known(view.kv_used_fraction)
+        used = known(view.kv_used_fraction)
         self.present.append((now_s, view.in_flight_total + queued))
         self.urgent.append((now_s, urgent))
         if used is not None:
@@ -230,13 +237,14 @@ class _History:
             queued=queued,
             queue_grows=urgent > self.urgent[0][1],
             ttft_missed=self._missed(),
-            gpu_busy_fraction=_known(view.gpu_busy_fraction),
+            gpu_busy_fraction=known(view.gpu_busy_fraction),
             arrivals=self._arrivals(now_s),
             completions=len(self.ends),
             kv_used_fraction=used,
             kv_soon_fraction=self._kv_soon(),
-            heat_margin_c=_known(view.gpu_heat_margin_c),
-            power_fraction=_known(view.gpu_power_fraction),
+            heat_margin_c=known(view.gpu_heat_margin_c),
+            power_fraction=known(view.gpu_power_fraction),
+            slowed=known(view.gpu_slowed),
         )
 
     def _missed(self) -> bool | None:
@@ -271,7 +279,3 @@ class _History:
 def _drop_before(history: deque[tuple[float, Noted]], oldest_s: float) -> None:
     while history and history[0][0] < oldest_s:
         history.popleft()
-
-
-def _known(reading: Reading) -> float | None:
-    return reading.value if reading.known else None

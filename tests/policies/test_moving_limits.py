@@ -168,6 +168,8 @@ def test_the_row_of_latency(seen: Readings, vote: Vote | None) -> None:
         (Readings(heat_margin_c=3.0), Vote.SHRINK),
         (Readings(heat_margin_c=3.1, power_fraction=0.94), None),
         (Readings(power_fraction=0.95), Vote.SHRINK),
+        (Readings(heat_margin_c=20.0, slowed=1.0), Vote.SHRINK),
+        (Readings(slowed=0.0), None),
         (Readings(), None),
     ],
 )

@@ -462,6 +462,47 @@ def test_a_gpu_at_its_limit_gets_nothing_more(change: dict[str, Reading], guard:
     assert verdict.binding is guard
 
 
+def test_a_hot_gpu_lets_in_who_is_promised_an_answer() -> None:
+    ledger = TokenLedger(POLICY)
+    view = replace(running(ledger, 2), gpu_heat_margin_c=fresh(1.0), gpu_slowed=fresh(1.0))
+
+    assert ledger.admit(work("x", "chat"), view, NOW_S).admitted
+
+
+def warmed(seconds: int, *, slowed_for_good: bool = False, unknown: bool = False) -> list[int]:
+    """Windows by quarter seconds of an endless backlog on a card that becomes hotter by a degree for each work, half of it
+    in 15 seconds; it slows down at 90 degrees, 50 of them its own."""
+    ledger = TokenLedger(POLICY)
+    temperature_c, held, windows = 50.0, 0, []
+    for tick in range(4 * seconds):
+        now_s = NOW_S + tick / 4
+        temperature_c += (50 + held - temperature_c) * 0.25 / 20
+        view = told({"night": held}, capacity=fresh(1e6))
+        if not unknown:
+            slowed = fresh(float(slowed_for_good or temperature_c >= 90))
+            view = replace(view, gpu_heat_margin_c=fresh(90 - temperature_c), gpu_slowed=slowed)
+        ledger.on_event(Sampled(view, {"night": 100}), now_s)
+        windows.append(ledger.window(view, "night").requests or 0)
+        held = max(held - 1, min(held + 8, windows[-1]))
+    return windows
+
+
+def test_a_window_on_a_hot_gpu_settles_below_its_limit_and_does_not_swing() -> None:
+    late = warmed(1200)[-4 * 600 :]
+
+    assert max(late) <= 37
+    assert min(late) >= 28
+    assert max(late) - min(late) < 0.15 * max(late)
+
+
+def test_a_gpu_that_slows_down_whatever_runs_keeps_the_first_window() -> None:
+    assert warmed(120, slowed_for_good=True)[-1] == POLICY.sizing.token_ledger.start
+
+
+def test_a_gpu_that_cannot_be_read_bounds_nobody() -> None:
+    assert warmed(60, unknown=True)[-1] > 100
+
+
 def test_an_engine_that_fills_its_gpu_on_purpose_is_judged_by_the_rise() -> None:
     ledger = TokenLedger(POLICY)
     view = replace(running(ledger, 2), gpu_memory_free_fraction=fresh(0.04))

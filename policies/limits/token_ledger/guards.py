@@ -1,7 +1,7 @@
 """The guards of `token_ledger`: each a value against a threshold, on one engine as it would be with one work more.
 
-Plain functions over plain numbers: `Scene` is what is there, `Asked` what would come. Memory, seats, gaps and heat bound
-every class; what delays the first tokens of others binds only works that have no objective themselves ("patient").
+Plain functions over plain numbers: `Scene` is what is there, `Asked` what would come. Memory, seats and gaps bound
+every class; heat, and what delays the first tokens of others, only works that have no objective themselves ("patient").
 """
 
 from __future__ import annotations
@@ -178,14 +178,21 @@ def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
     return _reading(Guard.STALL, value, max(PIPE_SHARE * (asked.objective_s or math.inf), usual_s))
 
 
-def machine(view: EngineView, scene: Scene, fields: TokenLedgerSizing) -> list[GuardReading]:
-    """Memory, heat and power of the GPU, as far as they are told. An engine that fills its GPU on purpose is judged by
-    how far its use has risen since."""
+def memory(view: EngineView, scene: Scene, fields: TokenLedgerSizing) -> GuardReading | None:
+    """Memory of the GPU, where it is told. An engine that fills its GPU on purpose is judged by how far its use has risen
+    since."""
+    free = view.gpu_memory_free_fraction
+    if not free.known or free.value is None:
+        return None
+    usual = 0.0 if scene.usual_memory_fraction is None else scene.usual_memory_fraction
+    return _reading(Guard.VRAM, 1 - free.value, max(1 - fields.memory_headroom, usual + MEMORY_DRIFT))
+
+
+def heat(view: EngineView, fields: TokenLedgerSizing) -> list[GuardReading]:
+    """Heat and power of the GPU, as far as they are told, for patient works: a hot card gets cooler by less of what can
+    wait, and whoever is promised an answer is not late for its sake."""
     found = []
-    free, margin_c, power = view.gpu_memory_free_fraction, view.gpu_heat_margin_c, view.gpu_power_fraction
-    if free.known and free.value is not None:
-        usual = 0.0 if scene.usual_memory_fraction is None else scene.usual_memory_fraction
-        found.append(_reading(Guard.VRAM, 1 - free.value, max(1 - fields.memory_headroom, usual + MEMORY_DRIFT)))
+    margin_c, power = view.gpu_heat_margin_c, view.gpu_power_fraction
     if margin_c.known and margin_c.value is not None:
         found.append(_reading(Guard.THERMAL, -margin_c.value, -fields.heat_margin_c))
     if fields.power_at is not None and power.known and power.value is not None:

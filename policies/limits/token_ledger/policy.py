@@ -2,7 +2,7 @@
 
 What it does: before each grant it asks the guards with the engine as it would be. A work without a TTFT objective is
 bound by all of them and by a window that grows only while they pass; a work with one by those that keep the engine sound
-(memory, seats, gaps, heat), and by a thin pipe: its order stays ours to change until the engine has use for it.
+(memory, seats, gaps), and by a thin pipe: its order stays ours to change until the engine has use for it.
 
 Inputs: the ledger's works one by one, polled KV memory and counters, first tokens and gaps. It never sees true lengths or
 an engine's parameters; both are learned (`policies.estimators`). An engine that tells nothing is a black box.
@@ -21,6 +21,7 @@ from statistics import NormalDist
 
 from policies.estimators.survival import Key, Lengths, levels
 from policies.limits.fixed import whole_seats
+from policies.limits.heat import Heat, heat, known
 from policies.limits.token_ledger import guards
 from policies.limits.token_ledger.account import Account, Forecast, newcomer
 from policies.limits.token_ledger.black_box import BlackBox
@@ -45,7 +46,8 @@ PREEMPTED_HOLD_S = 5.0
 CAREFUL_S = 300.0
 HOT_FACTOR = 0.9
 HOT_EVERY_S = 10.0
-MACHINE = (Guard.THERMAL, Guard.POWER)
+HOT_REMEMBERED_S = 300.0
+"""So long after a card was hot the window comes back by small steps: what it adds is felt half a minute later."""
 
 
 class TokenLedger:
@@ -187,7 +189,9 @@ class TokenLedger:
             found += [guards.first_token(scene, asked, model, fields), guards.stall(scene, asked, model, fields)]
         else:
             found.append(guards.pipe(scene, asked, model))
-        found += guards.machine(engine, scene, fields)
+        found.append(guards.memory(engine, scene, fields))
+        if patient or late:
+            found += guards.heat(engine, fields)
         return [one for one in found if one is not None], None if memory is None else memory[1]
 
     def _scene(self, mine: _Engine, engine: EngineView, now_s: float) -> Scene:
@@ -336,10 +340,23 @@ class TokenLedger:
         scene = self._scene(mine, view, now_s)
         readings, mine.steps_to_overflow = self._ask(mine, usual, view, scene)
         failed = [one.guard for one in readings if not one.passed and one.guard is not Guard.WINDOW]
-        hot = any(guard in MACHINE for guard in failed)
-        if hot:
-            growth.cut(HOT_FACTOR, held=held, now_s=now_s, dead_s=HOT_EVERY_S)
-        growth.tick(held=held, backlog=bool(queued), clear=not failed and not mine.missed_polls, now_s=now_s)
+        warmth = self._heat(view)
+        if warmth is Heat.HOT:
+            mine.hot_s = now_s
+            growth.cut(HOT_FACTOR, held=held, now_s=now_s, dead_s=HOT_EVERY_S, least=float(self._fields.start))
+        clear = not failed and warmth is Heat.COOL and not mine.missed_polls
+        slowly = now_s - mine.hot_s < HOT_REMEMBERED_S
+        growth.tick(held=held, backlog=bool(queued), clear=clear, now_s=now_s, slowly=slowly)
+
+    def _heat(self, view: EngineView) -> Heat:
+        fields = self._fields
+        return heat(
+            known(view.gpu_heat_margin_c),
+            known(view.gpu_power_fraction),
+            known(view.gpu_slowed),
+            heat_margin_c=fields.heat_margin_c,
+            power_at=fields.power_at,
+        )
 
     def _rebuild(self, now_s: float) -> None:
         self._rebuilt_s = now_s
@@ -384,6 +401,7 @@ class _Engine:
     queued_tokens: float = 0.0
     hypothesis: tuple[float | None, float | None] = (None, None)
     oversize_s: float = -math.inf
+    hot_s: float = -math.inf
     noted_s: float = -math.inf
     steps_to_overflow: float | None = None
     seen: tuple[EngineView, float, Scene] | None = None

@@ -3,6 +3,7 @@
 The guards judge one more work by forecasts; the window keeps their errors small. It grows only while it is used, there is
 a backlog and every guard passes: by half a second until the first hold on a new engine, then by 5 % a tick; it holds for
 HOLD_S after a change down; and it is cut once per dead time, to a part of what is in flight, so that the cut is felt.
+Where what it adds is felt late (heat) it grows by SLOW_PER_S.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 START_FACTOR_PER_S = 1.5
 GROW_BY = 0.05
+SLOW_PER_S = 0.004
 USED_SHARE = 0.85
 HOLD_S = 2.0
 DEAD_TIME_S = 2.0
@@ -28,7 +30,7 @@ class Growth:
     cut_s: float = float("-inf")
     ticked_s: float | None = None
 
-    def tick(self, *, held: int, backlog: bool, clear: bool, now_s: float) -> None:
+    def tick(self, *, held: int, backlog: bool, clear: bool, now_s: float, slowly: bool = False) -> None:
         """A control tick. held: works without objective in flight; clear: every guard would let one more in."""
         since_s = 0.0 if self.ticked_s is None else min(1.0, max(0.0, now_s - self.ticked_s))
         self.ticked_s = now_s
@@ -37,19 +39,28 @@ class Growth:
             return
         if not backlog or held < USED_SHARE * int(self.limit) or now_s < self.held_until_s:
             return
-        if self.new:
+        if slowly:
+            self.limit *= 1 + SLOW_PER_S * since_s
+        elif self.new:
             self.limit = max(self.limit + 1, self.limit * START_FACTOR_PER_S**since_s)
         else:
             self.limit += max(1.0, GROW_BY * self.limit)
         self.limit = min(self.limit, self.most)
 
     def cut(
-        self, factor: float, *, held: int, now_s: float, hold_s: float = HOLD_S, dead_s: float = DEAD_TIME_S
+        self,
+        factor: float,
+        *,
+        held: int,
+        now_s: float,
+        hold_s: float = HOLD_S,
+        dead_s: float = DEAD_TIME_S,
+        least: float = LEAST,
     ) -> bool:
-        """Shrink, unless the last cut cannot have shown yet. Nothing is aborted."""
+        """Shrink, unless the last cut cannot have shown yet, and not below `least`. Nothing is aborted."""
         if now_s - self.cut_s < dead_s:
             return False
-        self.limit = max(LEAST, factor * min(self.limit, held + 1))
+        self.limit = max(min(least, self.limit), factor * min(self.limit, held + 1))
         self.new = False
         self.cut_s = now_s
         self.held_until_s = max(self.held_until_s, now_s + hold_s)

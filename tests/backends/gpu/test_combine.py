@@ -53,6 +53,7 @@ def test_an_engine_is_as_free_as_its_tightest_card_and_as_hot_as_its_hottest() -
         Signal.GPU_MEMORY_FREE_BYTES: 20 * GIB,
         Signal.GPU_MEMORY_FREE_FRACTION: 0.125,
         Signal.GPU_THROTTLED: 0,
+        Signal.GPU_SLOWED: 0,
     }
 
 
@@ -93,6 +94,11 @@ def test_a_card_that_brakes_itself_is_a_finding_and_one_at_its_power_cap_is_not(
     assert findings(card(clock_reasons=0x40)) == ["hardware_slowdown"]
     assert findings(card(clock_reasons=0x4)) == []
     assert values(card(clock_reasons=0x4))[Signal.GPU_THROTTLED] == 1
+
+
+@pytest.mark.parametrize(("clock_reasons", "slowed"), [(0x1, 0), (0x4, 0), (0x20, 1), (0x40, 1), (0x8, 1), (0x80, 1)])
+def test_only_a_card_that_protects_itself_is_slowed(clock_reasons: int, slowed: int) -> None:
+    assert values(card(clock_reasons=0), card("b", clock_reasons=clock_reasons))[Signal.GPU_SLOWED] == slowed
 
 
 def test_nothing_but_silent_cards_is_not_up_and_says_why() -> None:
