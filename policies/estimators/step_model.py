@@ -34,6 +34,7 @@ REJECT_MAD = 6.0
 ERRORS_KEPT = 64
 LEAST_ERRORS = 12
 LEAST_MAD = 0.05
+MOST_ERROR = 1 - 1e-9
 MOST_REJECTED = 8
 """So many wild ones in a row are not wild: the engine has changed."""
 LEAST_BASE = 0.02
@@ -94,6 +95,11 @@ class StepModel:
         """From now to the first token of a prompt that is the last of `pending_tokens` to be prefilled."""
         return self._fits[self._at].ttft_s(pending_tokens, sequences, context_tokens)
 
+    @property
+    def sure(self) -> bool:
+        """Enough was seen to believe predictions."""
+        return len(self._errors) >= LEAST_ERRORS
+
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def saw_gap(self, gap_s: float, sequences: float, context_tokens: float, prompt_tokens_per_step: float) -> None:
@@ -122,20 +128,21 @@ class StepModel:
         """Take an observation into the errors, unless it is wild or nonsense."""
         if not (math.isfinite(seen_s) and seen_s > 0):
             return False
-        error = abs(seen_s - predicted_s) / max(seen_s, predicted_s)
+        error = min(MOST_ERROR, abs(seen_s - predicted_s) / max(seen_s, predicted_s))
         if self._wild(error):
             return False
         self._errors.append(error)
-        if len(self._errors) >= LEAST_ERRORS:
+        if self.sure:
             self.error = median(self._errors)
         self.observations += 1
         return True
 
     def _wild(self, error: float) -> bool:
-        if len(self._errors) < LEAST_ERRORS or self._rejected >= MOST_REJECTED:
+        if not self.sure or self._rejected >= MOST_REJECTED:
             self._rejected = 0
             return False
-        if error > REJECT_MAD * max(LEAST_MAD, self.error):
+        # By the logarithm of the ratio: a relative error is below 1, so that no error would be six times a median of 1/6.
+        if -math.log1p(-error) > REJECT_MAD * max(LEAST_MAD, -math.log1p(-self.error)):
             self._rejected += 1
             return True
         self._rejected = 0

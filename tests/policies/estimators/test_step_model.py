@@ -72,6 +72,16 @@ def test_a_wild_observation_changes_nothing() -> None:
     assert model.theta == before
 
 
+def test_an_observation_is_wild_also_for_a_model_that_errs_by_a_quarter() -> None:
+    model = taught(StepModel(), 200, noise=0.6)
+    before = list(model.theta)
+
+    model.saw_gap(300.0, 50, 60_000, 0)
+
+    assert model.error > 1 / 6
+    assert model.theta == before
+
+
 def test_an_engine_that_became_slower_is_believed_in_the_end() -> None:
     model = taught(taught(StepModel(), 300), 900, factor=2.0, seed=2)
 
