@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from policies.estimators.survival import HORIZONS, Lengths
 from policies.limits.token_ledger import TokenLedger, guards
 from policies.limits.token_ledger.account import CORRELATION, NOTHING, Account, Sums, forecast, newcomer
-from policies.limits.token_ledger.black_box import BlackBox
+from policies.limits.token_ledger.black_box import START_TOKENS, BlackBox
 from policies.limits.token_ledger.found_seats import KEPT_S, FoundSeats
-from policies.limits.token_ledger.guards import KV_SHARE, Asked, Scene
+from policies.limits.token_ledger.guards import ALONE_FACTOR, KV_SHARE, Asked, Hypothesis, Scene
 from policies.limits.token_ledger.window import Growth
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Running, Sampled
 from policies.vocabulary import (
@@ -50,8 +50,7 @@ SCENE = Scene(
     queued_tokens=0.0,
     sequences=0,
     patient=0,
-    hypothesis_tokens=1000.0,
-    objective_s=1.0,
+    hypothesis=Hypothesis(1000.0, 1.0),
     tpot_s=None,
     gap_s=None,
     window=4,
@@ -435,11 +434,33 @@ def test_a_prompt_that_makes_others_late_passes_now_and_then_when_nothing_is_pen
     assert [one.passed for one in found if one is not None] == [True, False, False]
 
 
+@pytest.mark.parametrize(("slowdown", "factor"), [(None, ALONE_FACTOR), (1.3, 1.21), (1.5, 1.35), (3.0, ALONE_FACTOR)])
+def test_a_promised_slowdown_bounds_what_bulk_may_do_to_a_first_token(slowdown: float | None, factor: float) -> None:
+    assert guards.alone_factor(slowdown, POLICY.sizing.token_ledger) == pytest.approx(factor)
+
+
+def test_the_objective_of_a_promised_slowdown_is_by_what_the_engine_was_seen_to_take() -> None:
+    policy_ = policy("version: 1\nclasses: {chat: {ttft_slowdown: 1.3}, night: {}}\n")
+    thresholds = []
+    for took_s in (0.4, 1.6):
+        ledger = TokenLedger(policy_)
+        for number in range(40):
+            one = work(f"s{number}", "chat", prompt_tokens=4000, deadline_s=NOW_S + 9)
+            ledger.on_event(Granted(one, "e0", 1), NOW_S)
+            ledger.on_event(FirstToken(one, "e0", took_s), NOW_S)
+            ledger.on_event(Finished(one, "e0", None), NOW_S)
+        ledger.on_event(Sampled(told(), {}), NOW_S)
+        thresholds.append(reading(ledger.admit(work("x", "night"), told({"night": 1}), NOW_S), Guard.TTFT)[1])
+
+    assert thresholds[1] > 2.5 * thresholds[0]
+    assert thresholds[1] < 1.3 * 1.6 * (1 + guards.MOST_DOUBT)
+
+
 def test_on_a_slow_engine_one_long_prompt_after_the_other_is_let_in() -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
     account.step.theta[3] = 3e-4
     long = Asked(1000, 1, None, NOTHING[:4], NOTHING)
-    patient = replace(SCENE, objective_s=2.0)
+    patient = replace(SCENE, hypothesis=Hypothesis(1000.0, 2.0))
 
     assert guards.stall(patient, long, account.step, fields).passed
     assert not guards.stall(replace(patient, pending_patient=500.0), long, account.step, fields).passed
@@ -581,6 +602,63 @@ def test_late_first_tokens_cut_the_window() -> None:
     assert after < before
 
 
+def served(ledger: TokenLedger, count: int, *, prompt_tokens: int, took_s: float, allowed_s: float) -> None:
+    """So many urgent works show their first token on e0, one after the other."""
+    for number in range(count):
+        one = work(f"s{number}", "code", prompt_tokens=prompt_tokens, deadline_s=NOW_S + allowed_s)
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+        ledger.on_event(FirstToken(one, "e0", took_s), NOW_S)
+        ledger.on_event(Finished(one, "e0", None), NOW_S)
+
+
+def test_first_tokens_that_are_late_without_any_bulk_cut_no_window() -> None:
+    ledger = TokenLedger(POLICY)
+    before = ledger.window(told(), "night").requests
+
+    served(ledger, 20, prompt_tokens=100, took_s=1.9, allowed_s=2.0)
+    ledger.on_event(Sampled(told(), {"night": 8}), NOW_S)
+
+    assert ledger.window(told(), "night").requests == before
+
+
+@pytest.mark.parametrize(("allowed_s", "cut"), [(1.0, False), (1.5, True)])
+def test_first_tokens_that_the_engine_alone_makes_late_cut_no_window(allowed_s: float, cut: bool) -> None:
+    ledger = TokenLedger(POLICY)
+    served(ledger, 40, prompt_tokens=20_000, took_s=1.2, allowed_s=100.0)  # it was seen to need 1.2 s for such a prompt
+    view = running(ledger, 3, tokens=200)
+    before = ledger.window(view, "night").requests
+
+    served(ledger, 60, prompt_tokens=20_000, took_s=1.4, allowed_s=allowed_s)
+    ledger.on_event(Sampled(view, {"night": 8}), NOW_S)
+
+    after = ledger.window(view, "night").requests
+    assert (after, before) == (2, 4) if cut else after == before
+
+
+def test_a_window_and_the_seats_for_bulk_count_sequences() -> None:
+    ledger = TokenLedger(POLICY)
+    views = [told({"night": 1}), replace(told({"night": 1}), extra_sequences={"night": 7}, seats=fresh(9))]
+    for view in views:
+        ledger.on_event(Sampled(view, {}), NOW_S)
+
+    one, many = [ledger.admit(work("x", "night"), view, NOW_S) for view in views]
+    three = ledger.admit(work("x", "night", sequences=3), views[0], NOW_S)
+
+    assert reading(one, Guard.WINDOW) == (2, 4, True)
+    assert reading(many, Guard.WINDOW) == (9, 4, False)
+    assert reading(many, Guard.SEATS) == (9, 8, False)
+    assert reading(three, Guard.WINDOW) == (3, 4, True)  # at most half of a bound is asked for
+
+
+def test_what_a_step_is_learned_from_are_sequences() -> None:
+    account = Account(URGENT, Lengths())
+    account.granted(work("a", "night", sequences=5), 1, NOW_S)
+
+    entry = account.granted(work("b", "night"), 1, NOW_S)
+
+    assert entry.behind[1] == account.sums.sequences - 1 == 5
+
+
 # -- what is not known -------------------------------------------------------------------------------------------------
 
 
@@ -606,6 +684,31 @@ def test_an_engine_that_fell_silent_is_held_to_what_it_bore() -> None:
     assert threshold == pytest.approx(view.kv_tokens)
     assert not passed
     assert value > threshold
+
+
+def test_an_engine_that_fell_silent_in_an_idle_moment_is_given_half_of_the_memory_that_it_told_of() -> None:
+    box, small = BlackBox(), BlackBox()
+
+    box.begin(0, 400_000)
+    small.begin(100, 6000)
+
+    assert box.limit_tokens == START_TOKENS
+    assert small.limit_tokens == 3000
+    assert (box.peak_tokens, small.peak_tokens) == (400_000, 6000)
+
+
+def test_an_engine_is_silent_after_ten_seconds_without_a_number_and_not_after_one_bad_page() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 3)
+    bad = replace(view, kv_used_fraction=Reading(None, math.inf, Quality.ABSURD))
+
+    def binding(after_s: float) -> set[Guard]:
+        ledger.on_event(Sampled(bad, {"night": 8}), NOW_S + after_s)
+        return {one.guard for one in ledger.admit(work("x", "night"), bad, NOW_S + after_s).guards}
+
+    assert Guard.STALE not in binding(0.5)
+    assert Guard.STALE not in binding(9.0)
+    assert Guard.STALE in binding(11.0)
 
 
 def test_an_engine_without_metrics_is_bounded_by_tokens_that_grow_while_it_answers_in_time() -> None:
@@ -724,18 +827,21 @@ def test_what_was_found_of_seats_is_found_anew_after_a_while() -> None:
     assert (kept, seats.value) == (16, None)
 
 
-def test_seats_that_were_found_bind_as_told_ones_until_the_engine_is_another() -> None:
+def test_seats_that_were_found_bind_bulk_and_not_whom_they_are_kept_for_until_the_engine_is_another() -> None:
     ledger = TokenLedger(POLICY)
     for number in range(3):
         ledger.on_event(Sampled(says(8, 3), {"night": 8}), NOW_S + number)
     bulk = ledger.admit(work("x", "night"), replace(says(8, 0), in_flight={"night": 7}), NOW_S + 3)
-    urgent = ledger.admit(work("x", "chat"), replace(says(8, 0), in_flight={"night": 7}), NOW_S + 3)
+    urgent = ledger.admit(work("x", "chat"), replace(says(8, 0), in_flight={"night": 8}), NOW_S + 3)
+    told_of = replace(says(8, 0), in_flight={"night": 8}, seats=fresh(8))
+    at_the_last = ledger.admit(work("x", "chat"), told_of, NOW_S + 3)
 
     ledger.on_event(Sampled(replace(says(0, 0), start_time_s=fresh(99.0)), {"night": 8}), NOW_S + 4)
     after = ledger.admit(work("x", "night"), replace(says(8, 0), in_flight={"night": 7}), NOW_S + 5)
 
     assert reading(bulk, Guard.SEATS) == (8, 7, False)
-    assert reading(urgent, Guard.SEATS) == (8, 8, True)
+    assert Guard.SEATS not in {one.guard for one in urgent.guards}
+    assert reading(at_the_last, Guard.SEATS) == (9, 8, False)
     assert not [one for one in after.guards if one.guard is Guard.SEATS]
 
 
@@ -812,8 +918,8 @@ def test_gaps_are_not_learned_from_while_a_prompt_is_half_taken_in() -> None:
 
 def test_the_pipe_is_as_wide_as_a_long_prompt_for_short_and_long_ones_alike() -> None:
     model = Account(URGENT, Lengths()).step
-    wide = replace(SCENE, pending_urgent=2000.0, hypothesis_tokens=2500.0)
-    thin = replace(wide, hypothesis_tokens=100.0)
+    wide = replace(SCENE, pending_urgent=2000.0, hypothesis=Hypothesis(2500.0, 1.0))
+    thin = replace(wide, hypothesis=Hypothesis(100.0, 1.0))
     asked = Asked(prompt_tokens=2500, sequences=1, objective_s=0.2, means=NOTHING, variances=NOTHING)
 
     for tokens in (0, 100, 2500):

@@ -38,6 +38,9 @@ UNSEEN_FACTOR = 3.0
 PEAK_KEPT_S = 600
 """Seconds of which the peak of the urgent classes' memory is remembered."""
 FIRST_TOKENS_S = 10.0
+LEAST_FIRST_TOKENS = 5
+LATE_SHARE = 0.9
+"""Of the time allowed, in the engine alone: more is late."""
 
 Forecast = tuple[float, ...]
 AttemptKey = tuple[str, int]
@@ -75,14 +78,16 @@ def newcomer(work: Work, keys: Iterable[Key], lengths: Lengths) -> tuple[Forecas
 
 @dataclass(slots=True)
 class Entry:
-    """One attempt. `behind` is what its first token is predicted from: pending prompt tokens, its own included, the works
-    and the tokens that were there when it was granted. `assumed`: no first token was seen, but it must have been made by
+    """One attempt. `behind` is what its first token is predicted from: pending prompt tokens, its own included, the
+    sequences and the tokens that were there when it was granted; `without_patient`: the same, had nothing without an
+    objective been there; None: nothing was. `assumed`: no first token was seen, but it must have been made by
     now; an answer that is not streamed shows none before its end."""
 
     work: Work
     keys: tuple[Key, Key, Key]
     urgent: bool
     behind: tuple[float, float, float]
+    without_patient: tuple[float, float, float] | None
     granted_s: float
     shown_tokens: int = 0
     prefilled: bool = False
@@ -102,7 +107,8 @@ class Tenancy:
 
 @dataclass(slots=True)
 class Sums:
-    """What the entries add up to. held: prompt and shown tokens; pending: prompts without a first token yet; assumed: those
+    """What the entries add up to. held: prompt and shown tokens; sequences: that the works
+    decode; pending: prompts without a first token yet; assumed: those
     of them that must have had it. variances: with every tenant's correlation in them."""
 
     works: dict[str, int] = field(default_factory=dict)
@@ -110,6 +116,7 @@ class Sums:
     variances: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)
     tenants: dict[str, Tenancy] = field(default_factory=dict)
     held_tokens: int = 0
+    sequences: int = 0
     pending_urgent: int = 0
     pending_patient: int = 0
     assumed: int = 0
@@ -162,6 +169,7 @@ class Sums:
         """All but variances."""
         work = entry.work
         self.held_tokens += sign * (work.prompt_tokens + entry.shown_tokens)
+        self.sequences += sign * work.sequences
         self.works[work.class_name] = self.works.get(work.class_name, 0) + sign
         if not entry.prefilled:
             self.prefill(entry, sign)
@@ -217,7 +225,7 @@ class Account:
         self.urgent_peak_tokens = 0.0
         self.urgent_sequences = self.urgent_peak_sequences = 0
         self.gap_s: float | None = None
-        self.first_tokens: deque[tuple[float, float]] = deque()
+        self.first_tokens: deque[tuple[float, float, bool]] = deque()
         self._peaks: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._peak_sequences: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._gap_since_s: float | None = None
@@ -236,7 +244,12 @@ class Account:
         pending = sums.pending_urgent + sums.pending_patient + work.prompt_tokens
         keys = levels(work.tenant, work.class_name, work.model)
         entry = Entry(
-            work, keys, work.class_name in self._urgent, (pending, len(self.entries), sums.held_tokens), now_s
+            work,
+            keys,
+            work.class_name in self._urgent,
+            (pending, sums.sequences, sums.held_tokens),
+            self._without_patient(work.prompt_tokens),
+            now_s,
         )
         entry.means, entry.variances = forecast(work, 0, keys, self._lengths)
         self.entries[key] = entry
@@ -253,8 +266,22 @@ class Account:
         self.step.saw_first_token(event.engine_ttft_s, *entry.behind)
         work = event.work
         if work.deadline_s is not None and work.deadline_s > work.accepted_s:
+            allowed_s = work.deadline_s - work.accepted_s
             # The engine's part alone: what a work waited in our queue no cut of what runs can bring back.
-            self.first_tokens.append((now_s, event.engine_ttft_s / (work.deadline_s - work.accepted_s)))
+            self.first_tokens.append((now_s, event.engine_ttft_s / allowed_s, self._by_patient(entry, allowed_s)))
+
+    def _without_patient(self, prompt_tokens: int) -> tuple[float, float, float] | None:
+        """`Entry.without_patient` of a work that is granted now; what urgent works hold is a tick old."""
+        sums = self.sums
+        if all(name in self._urgent or not count for name, count in sums.works.items()):
+            return None
+        return sums.pending_urgent + prompt_tokens, self.urgent_sequences, self.urgent_tokens
+
+    def _by_patient(self, entry: Entry, allowed_s: float) -> bool:
+        """Whether fewer works without an objective could have made this first token early enough, as far as is known."""
+        if entry.without_patient is None:
+            return False
+        return not self.step.sure or self.step.ttft_s(*entry.without_patient) <= LATE_SHARE * allowed_s
 
     def ended(self, work_id: str, attempt: int) -> Entry | None:
         """Forget an attempt; None if it was not known."""
@@ -285,7 +312,7 @@ class Account:
 
     def _unseen_tokens(self, work: Work, decoding_s: float) -> int:
         """What an answer that is not streamed has come to by now: a token a step, within its limit."""
-        step_s = self.step.step_s(len(self.entries), self.sums.held_tokens)
+        step_s = self.step.step_s(self.sums.sequences, self.sums.held_tokens)
         made = decoding_s / step_s if step_s > 0 else 0.0
         return work.sequences * int(made if work.max_tokens is None else min(made, work.max_tokens))
 
@@ -325,16 +352,18 @@ class Account:
                 self.gap_s = (now_s - since_s) / steps
                 if self._gap_pending + pending <= SPLIT_SHARE * self._gap_prompts:
                     held = sum(entry.work.prompt_tokens + entry.shown_tokens for entry in decoding)
-                    self.step.saw_gap(self.gap_s, len(decoding), held, self._gap_prompts / steps)
+                    sequences = sum(entry.work.sequences for entry in decoding)
+                    self.step.saw_gap(self.gap_s, sequences, held, self._gap_prompts / steps)
         self._gap_since_s, self._gap_prompts, self._gap_pending = now_s, 0, pending
         for entry in self.entries.values():
             entry.window_tokens = entry.shown_tokens if entry.prefilled else None
 
     def lateness(self, share: float) -> float | None:
-        """Of the latest works that had a deadline, the engine's part of the time allowed, as a quantile; None of few."""
-        if len(self.first_tokens) < 5:
+        """Of the latest works that had a deadline, the engine's part of the time allowed, as a quantile; None of few. Those
+        that fewer works without an objective would not have helped count as early: no cut of these helps them."""
+        if len(self.first_tokens) < LEAST_FIRST_TOKENS:
             return None
-        ordered = sorted(used for _, used in self.first_tokens)
+        ordered = sorted(used if by_patient else 0.0 for _, used, by_patient in self.first_tokens)
         return ordered[int(share * (len(ordered) - 1))]
 
     # -- what there is beyond the entries ------------------------------------------------------------------------------

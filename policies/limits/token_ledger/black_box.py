@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 START_TOKENS = 16_384.0
+SAFE_SHARE = 0.5
+"""Of the memory that an engine told of before it fell silent: what it is given if it held nothing at that moment."""
 LEAST_TOKENS = 2_048.0
 USED_SHARE = 0.85
 TOO_LATE = 0.7
@@ -32,10 +34,11 @@ class BlackBox:
     ticked_s: float | None = None
     usual_gap_s: float | None = None
 
-    def begin(self, held_tokens: float) -> None:
-        """The engine has just fallen silent: what it holds, it bears."""
-        self.limit_tokens = max(LEAST_TOKENS, held_tokens)
-        self.peak_tokens = self.limit_tokens
+    def begin(self, held_tokens: float, most_tokens: float) -> None:
+        """The engine has just fallen silent: what it holds, it bears, and were that nothing, half of the memory that it told
+        of, START_TOKENS at most. most_tokens: what it could bear by its own word, the level to approach."""
+        self.limit_tokens = max(held_tokens, min(START_TOKENS, SAFE_SHARE * most_tokens))
+        self.peak_tokens = max(most_tokens, self.limit_tokens)
         self.ticked_s = None
 
     def tick(self, held_tokens: float, *, worst: float | None, gap_s: float | None, now_s: float) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from policies.estimators.step_model import StepModel
 from policies.estimators.survival import HORIZONS
+from policies.limits.fixed import taken
 from policies.limits.token_ledger.account import Forecast
 from policies.schema import TokenLedgerSizing
 from policies.vocabulary import EngineView, Guard, GuardReading
@@ -29,6 +30,16 @@ MEMORY_DRIFT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """An urgent work that might arrive right now. tokens: of a long prompt (p95) of the class with the tightest objective;
+    None: no such class. objective_s: of that class for that prompt; None: none is set. alone_factor: see `alone_factor`."""
+
+    tokens: float | None = None
+    objective_s: float | None = None
+    alone_factor: float = ALONE_FACTOR
+
+
+@dataclass(frozen=True, slots=True)
 class Scene:
     """One engine now, with what is placed in this round.
 
@@ -38,10 +49,11 @@ class Scene:
     reserve_tokens                 kept free for urgent works to come, and for what stale telemetry may hide
     pending_urgent, _patient       prompt tokens not prefilled yet
     queued_tokens                  prompt tokens of urgent works in our queue, as of the last tick
-    sequences, patient             works in flight, and those without an objective
-    hypothesis_tokens              a long prompt (p95) of the urgent class with the tightest objective; None: no such class
-    objective_s, tpot_s            its objective for that prompt; the tightest gap; None: none is set
-    seats, patient_seats           of the engine, and those that works without an objective may take; None: not known
+    sequences, patient             in flight, and those of works without an objective
+    hypothesis                     the urgent work for whose sake patient ones wait
+    tpot_s                         the tightest gap; None: none is set
+    seats, patient_seats           by the engine's own word; those that works without an objective may take, told or found;
+                                   None: not known
     usual_memory_fraction          the least GPU memory in use that was ever seen here
     oversize_due                   time for one prompt that nobody with an objective could be in time behind
     """
@@ -57,8 +69,7 @@ class Scene:
     queued_tokens: float
     sequences: int
     patient: int
-    hypothesis_tokens: float | None
-    objective_s: float | None
+    hypothesis: Hypothesis
     tpot_s: float | None
     gap_s: float | None
     window: int
@@ -118,11 +129,13 @@ def bound(scene: Scene, asked: Asked) -> GuardReading | None:
 
 def seats(scene: Scene, asked: Asked, *, patient: bool) -> GuardReading | None:
     """Patient works leave seats for urgent ones, and are bound by what they hold, not by what is free."""
-    if scene.seats is None or scene.patient_seats is None:
-        return None
-    if patient:
-        return _reading(Guard.SEATS, scene.patient + asked.sequences, scene.patient_seats)
-    return _reading(Guard.SEATS, scene.sequences + asked.sequences, scene.seats)
+    held, most = (scene.patient, scene.patient_seats) if patient else (scene.sequences, scene.seats)
+    return None if most is None else _reading(Guard.SEATS, held + taken(asked.sequences, most), most)
+
+
+def window(scene: Scene, asked: Asked) -> GuardReading:
+    """Sequences of patient works against what was found to be safe."""
+    return _reading(Guard.WINDOW, scene.patient + taken(asked.sequences, scene.window), scene.window)
 
 
 def patient_seats(seats: int, urgent_peak: int) -> int:
@@ -147,16 +160,26 @@ def knee(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing
 
 def first_token(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading | None:
     """An urgent work with a long prompt that arrives right after this one: its predicted first token."""
-    if scene.hypothesis_tokens is None or scene.objective_s is None:
+    hypothesis = scene.hypothesis
+    if hypothesis.tokens is None or hypothesis.objective_s is None:
         return None
     doubt = 1 + min(MOST_DOUBT, model.error)
     pending = scene.pending_urgent + scene.pending_patient + scene.queued_tokens + asked.prompt_tokens
-    value = doubt * model.ttft_s(
-        pending + scene.hypothesis_tokens, scene.sequences + asked.sequences, scene.held_tokens
-    )
-    alone = doubt * model.ttft_s(scene.hypothesis_tokens, 1, scene.hypothesis_tokens)
-    threshold = max(fields.caution * scene.objective_s, ALONE_FACTOR * alone)
+    value = doubt * model.ttft_s(pending + hypothesis.tokens, scene.sequences + asked.sequences, scene.held_tokens)
+    alone = doubt * alone_s(hypothesis.tokens, model)
+    threshold = max(fields.caution * hypothesis.objective_s, hypothesis.alone_factor * alone)
     return _reading(Guard.TTFT, value, max(threshold, value) if _oversize(scene, asked, model, fields) else threshold)
+
+
+def alone_s(prompt_tokens: float, model: StepModel) -> float:
+    """To the first token of a prompt that the engine has to itself."""
+    return model.ttft_s(prompt_tokens, 1, prompt_tokens)
+
+
+def alone_factor(slowdown: float | None, fields: TokenLedgerSizing) -> float:
+    """Times what an empty engine takes that are let happen whatever the objective: ALONE_FACTOR, or less where the class
+    promises less. Of a promised slowdown the part beyond 1 is what others may take, and `caution` of that is predicted."""
+    return ALONE_FACTOR if slowdown is None else min(ALONE_FACTOR, 1 + fields.caution * (slowdown - 1))
 
 
 def stall(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading:
@@ -174,7 +197,7 @@ def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
     longer one."""
     pending = scene.pending_urgent
     value = model.ttft_s(pending, scene.sequences, scene.held_tokens) if pending else 0.0
-    usual_s = model.ttft_s(scene.hypothesis_tokens or 0.0, scene.sequences, scene.held_tokens)
+    usual_s = model.ttft_s(scene.hypothesis.tokens or 0.0, scene.sequences, scene.held_tokens)
     return _reading(Guard.STALL, value, max(PIPE_SHARE * (asked.objective_s or math.inf), usual_s))
 
 
@@ -201,13 +224,13 @@ def heat(view: EngineView, fields: TokenLedgerSizing) -> list[GuardReading]:
 
 
 def stall_threshold_s(scene: Scene, fields: TokenLedgerSizing) -> float:
-    return max(fields.stall_s, STALL_SHARE * (scene.objective_s or 0.0))
+    return max(fields.stall_s, STALL_SHARE * (scene.hypothesis.objective_s or 0.0))
 
 
 def _oversize(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> bool:
     """The work has leave to make one late: too long to be let in ever, nothing else pending, and it is time."""
     quiet = not (scene.pending_patient or scene.pending_urgent or scene.queued_tokens)
-    return scene.oversize_due and quiet and oversize(asked.prompt_tokens, scene.objective_s, model, fields)
+    return scene.oversize_due and quiet and oversize(asked.prompt_tokens, scene.hypothesis.objective_s, model, fields)
 
 
 def oversize(prompt_tokens: int, objective_s: float | None, model: StepModel, fields: TokenLedgerSizing) -> bool:

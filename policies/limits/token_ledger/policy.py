@@ -19,14 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
+from policies.estimators.step_model import StepModel
 from policies.estimators.survival import Key, Lengths, levels
 from policies.limits.fixed import whole_seats
 from policies.limits.heat import Heat, heat, known
 from policies.limits.token_ledger import guards
-from policies.limits.token_ledger.account import Account, Forecast, newcomer
+from policies.limits.token_ledger.account import LATE_SHARE, Account, Forecast, newcomer
 from policies.limits.token_ledger.black_box import BlackBox
 from policies.limits.token_ledger.found_seats import FoundSeats
-from policies.limits.token_ledger.guards import Asked, Scene
+from policies.limits.token_ledger.guards import Asked, Hypothesis, Scene
 from policies.limits.token_ledger.window import Growth
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, LearnedStep, Sampled, SizingEvent, Window
@@ -40,7 +41,6 @@ SILENT_S = 10.0
 STALE_POLLS = 3
 STALE_SHARE = 0.1
 OVERSIZE_EVERY_S = 20.0
-LATE_SHARE = 0.9
 PREEMPTED_FACTOR = 0.7
 PREEMPTED_HOLD_S = 5.0
 CAREFUL_S = 300.0
@@ -105,7 +105,7 @@ class TokenLedger:
         capacity = engine.kv_capacity_tokens.value
         tokens = None if capacity is None else int(guards.KV_SHARE * capacity)
         if class_name in self._objectives:
-            return Window(requests=seats, tokens=tokens, steps_to_overflow=mine.steps_to_overflow)
+            return Window(requests=told_seats(engine), tokens=tokens, steps_to_overflow=mine.steps_to_overflow)
         limit = int(mine.growth.limit)
         peak = mine.account.urgent_peak_sequences
         requests = limit if seats is None else min(limit, guards.patient_seats(seats, peak))
@@ -180,7 +180,7 @@ class TokenLedger:
         ]
         if patient:
             found += [
-                GuardReading(Guard.WINDOW, scene.patient + 1, scene.window, scene.patient + 1 <= scene.window),
+                guards.window(scene, asked),
                 guards.first_token(scene, asked, model, fields),
                 guards.stall(scene, asked, model, fields),
                 guards.knee(scene, asked, model, fields),
@@ -213,11 +213,10 @@ class TokenLedger:
             held = account.offset.used_tokens(held, capacity)
             above = max(0.0, account.urgent_peak_tokens - account.urgent_tokens)
             reserve = (
-                max(self._fields.reserve * above, mine.hypothesis[0] or 0.0)
+                max(self._fields.reserve * above, mine.hypothesis.tokens or 0.0)
                 + STALE_SHARE * capacity * mine.missed_polls
             )
-        in_flight, seats = engine.in_flight_total, mine.seats(engine)
-        urgent = sum(engine.in_flight.get(name, 0) for name in self._objectives)
+        sequences, seats = engine.sequences_total, mine.seats(engine)
         return Scene(
             held_tokens=held,
             rest_tokens=held - account.sums.held_tokens,
@@ -228,15 +227,14 @@ class TokenLedger:
             pending_urgent=pending_urgent,
             pending_patient=pending_patient,
             queued_tokens=mine.queued_tokens,
-            sequences=in_flight,
-            patient=in_flight - urgent,
-            hypothesis_tokens=mine.hypothesis[0],
-            objective_s=mine.hypothesis[1],
+            sequences=sequences,
+            patient=sequences - sum(map(engine.sequences, self._objectives)),
+            hypothesis=mine.hypothesis,
             tpot_s=self._tpot_s,
             gap_s=account.gap_s,
             window=int(mine.growth.limit),
             bound_tokens=mine.black_box.limit_tokens if mine.silent else None,
-            seats=seats,
+            seats=told_seats(engine),
             patient_seats=None if seats is None else guards.patient_seats(seats, account.urgent_peak_sequences),
             usual_memory_fraction=mine.usual_memory_fraction,
             oversize_due=now_s - mine.oversize_s >= OVERSIZE_EVERY_S,
@@ -269,7 +267,7 @@ class TokenLedger:
         if found is None:
             fields = self._fields
             found = _Engine(Account(self._objectives, self._lengths), Growth(float(fields.start), float(fields.most)))
-            found.hypothesis = self._hypothesis()
+            found.hypothesis = self._hypothesis(found.account.step)
             self._engines[engine] = found
         return found
 
@@ -283,7 +281,7 @@ class TokenLedger:
         prompts.append(work.prompt_tokens)
         late = self._policy.late(work, now_s)
         patient, step = late or work.class_name not in self._objectives, mine.account.step
-        if patient and guards.oversize(work.prompt_tokens, mine.hypothesis[1], step, self._fields):
+        if patient and guards.oversize(work.prompt_tokens, mine.hypothesis.objective_s, step, self._fields):
             mine.oversize_s = now_s
 
     def _finished(self, event: Finished) -> None:
@@ -312,7 +310,7 @@ class TokenLedger:
             max(0, event.queued.get(name, 0) - event.late.get(name, 0)) * _mean(self._prompts.get(name))
             for name in self._objectives
         )
-        worst = max((used for _, used in account.first_tokens), default=None)
+        worst = max((used for _, used, _ in account.first_tokens), default=None)
         if mine.silent:
             mine.black_box.tick(view.kv_tokens, worst=worst, gap_s=account.gap_s, now_s=now_s)
         self._move_window(mine, event, now_s)
@@ -322,7 +320,7 @@ class TokenLedger:
         view, growth = event.view, mine.growth
         names = [name for name in self._policy.classes if name not in self._objectives]
         queued = [name for name in names if event.queued.get(name)]
-        held = sum(view.in_flight.get(name, 0) for name in names)
+        held = sum(map(view.sequences, names))
         if mine.preempted:
             mine.preempted = False
             if growth.cut(PREEMPTED_FACTOR, held=held, now_s=now_s, hold_s=PREEMPTED_HOLD_S):
@@ -367,20 +365,24 @@ class TokenLedger:
         )
         self._fresh.clear()
         self._newcomers.clear()
-        hypothesis = self._hypothesis()
         for one in self._engines.values():
-            one.hypothesis = hypothesis
+            one.hypothesis = self._hypothesis(one.account.step)
 
-    def _hypothesis(self) -> tuple[float | None, float | None]:
-        """(prompt tokens, objective) of the urgent work that is the hardest to serve in time: a long one (p95)."""
-        found: list[tuple[float, float]] = []
+    def _hypothesis(self, step: StepModel) -> Hypothesis:
+        """The urgent work that is the hardest to serve in time on an engine of such steps: a long one (p95)."""
+        found: list[tuple[float, float, str]] = []
         for name in sorted(self._objectives):
             prompts = self._prompts.get(name)
             tokens = float(sorted(prompts)[int(0.95 * (len(prompts) - 1))]) if prompts else float(USUAL_PROMPT_TOKENS)
-            objective_s = self._policy.class_policy(name).ttft_objective_s(int(tokens))
+            one = self._policy.class_policy(name)
+            objective_s = one.ttft_objective_s(int(tokens), guards.alone_s(tokens, step))
             if objective_s is not None:
-                found.append((tokens, objective_s))
-        return min(found, key=lambda one: (one[1] / (1 + one[0]), one)) if found else (None, None)
+                found.append((tokens, objective_s, name))
+        if not found:
+            return Hypothesis()
+        tokens, objective_s, name = min(found, key=lambda one: (one[1] / (1 + one[0]), one))
+        slowdown = self._policy.class_policy(name).ttft_slowdown
+        return Hypothesis(tokens, objective_s, guards.alone_factor(slowdown, self._fields))
 
     def __repr__(self) -> str:
         windows = " ".join(f"{name}={one.growth.limit:.1f}" for name, one in sorted(self._engines.items()))
@@ -399,7 +401,7 @@ class _Engine:
     silent: bool = True
     missed_polls: float = 0.0
     queued_tokens: float = 0.0
-    hypothesis: tuple[float | None, float | None] = (None, None)
+    hypothesis: Hypothesis = field(default_factory=Hypothesis)
     oversize_s: float = -math.inf
     hot_s: float = -math.inf
     noted_s: float = -math.inf
@@ -409,6 +411,7 @@ class _Engine:
     preempted_s: float = -math.inf
     careful: bool = False
     usual_memory_fraction: float | None = None
+    _told_s: float = -math.inf
     _preemptions: float | None = None
     _started_s: float | None = None
 
@@ -417,12 +420,14 @@ class _Engine:
         used, capacity = view.kv_used_fraction, view.kv_capacity_tokens
         if capacity.value is not None and capacity.quality in (Quality.FRESH, Quality.STALE):
             self.capacity_tokens = capacity.value
-        age_s = used.age_s if used.value is not None else math.inf
+        if used.value is not None:
+            self._told_s = now_s - used.age_s
+        age_s = now_s - self._told_s  # a page that lacks the number once, or has nonsense there, is a missed poll
         period_s = self.account.offset.period_s
         silent = self.capacity_tokens is None or age_s > SILENT_S
         self.missed_polls = 0.0 if silent else max(0.0, age_s / period_s - STALE_POLLS)
-        if silent and not self.silent:
-            self.black_box.begin(view.kv_tokens)
+        if silent and not self.silent and self.capacity_tokens is not None:
+            self.black_box.begin(view.kv_tokens, guards.KV_SHARE * self.capacity_tokens)
         self.silent = silent
         self._look_for_restart(view)
         self.found_seats.hear(view, now_s)
@@ -439,7 +444,7 @@ class _Engine:
 
     def seats(self, view: EngineView) -> int | None:
         """As the engine tells them, else as they were found; None: neither."""
-        told = whole_seats(view.seats.value, view.seats.quality)
+        told = told_seats(view)
         return self.found_seats.value if told is None else told
 
     def _look_for_restart(self, view: EngineView) -> None:
@@ -470,6 +475,12 @@ class _Engine:
             self.growth.new = new
         if isinstance(step, Mapping):
             self.account.step.restore(step)
+
+
+def told_seats(view: EngineView) -> int | None:
+    """Seats by the engine's own word. They bind urgent works too; what was found does not, since it may be too few: past it
+    an urgent work waits in the engine at worst, and that more runs is how a wrong number is corrected."""
+    return whole_seats(view.seats.value, view.seats.quality)
 
 
 def _mean(prompts: deque[int] | None) -> float:

@@ -1,4 +1,4 @@
-"""How many works without an objective may be in flight: what the guards have shown to be safe, and no leap beyond it.
+"""How many sequences of works without an objective may be in flight: what the guards have shown to be safe, and no leap beyond it.
 
 The guards judge one more work by forecasts; the window keeps their errors small. It grows only while it is used, there is
 a backlog and every guard passes: by half a second until the first hold on a new engine, then by 5 % a tick; it holds for
@@ -21,7 +21,7 @@ LEAST = 1.0
 
 @dataclass(slots=True)
 class Growth:
-    """See the module header. One per engine; `limit` is a real number, works are held to its whole part."""
+    """See the module header. One per engine; `limit` is a real number, sequences are held to its whole part."""
 
     limit: float
     most: float
@@ -31,7 +31,7 @@ class Growth:
     ticked_s: float | None = None
 
     def tick(self, *, held: int, backlog: bool, clear: bool, now_s: float, slowly: bool = False) -> None:
-        """A control tick. held: works without objective in flight; clear: every guard would let one more in."""
+        """A control tick. held: sequences without objective in flight; clear: every guard would let one more in."""
         since_s = 0.0 if self.ticked_s is None else min(1.0, max(0.0, now_s - self.ticked_s))
         self.ticked_s = now_s
         if not clear:
