@@ -37,7 +37,7 @@ class EngineSettings:
     profile          a shipped profile's name, or a path ending in .json, that what is learned in service is compared with
     gpus             how many it has, where no telemetry tells; for its price
     gpu_hour_price   of one of them, in any currency; None: not known, and no cost is told
-    spot             it is rented as spot capacity: its cost is told apart
+    spot             it is rented as spot capacity: its cost is told apart, and bulk goes there first
     """
 
     name: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from policies.placement import eligible
+from policies.placement import suited
 from policies.schema import ClassPolicy
 from policies.sizing import SizingPolicy
 from policies.vocabulary import EngineView, Guard, Work
@@ -30,10 +30,9 @@ class Fit:
 def fit(work: Work, engines: Iterable[EngineView], sizing: SizingPolicy, now_s: float) -> Fit:
     """How many works like this one, of one sequence, could start now, as if nothing waited."""
     total, binding = 0, Guard.NONE
-    for view in sorted(engines, key=lambda one: one.name):
-        if eligible(work, view):
-            here, binding = _fit(work, view, sizing, now_s)
-            total += here
+    for view in suited(work, sorted(engines, key=lambda one: one.name)):
+        here, binding = _fit(work, view, sizing, now_s)
+        total += here
     return Fit(total, binding)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from policies.placement import eligible
+from policies.placement import suited
 from policies.schema import Policy
 from policies.sizing import SizingPolicy
 from policies.vocabulary import Action, Decision, EngineView, Guard, GuardReading, Verdict, Work
@@ -59,17 +59,19 @@ def plan_recalls(  # noqa: PLR0917 - one signature with plan_round, read in this
     engines   as they are after the round's placements
     running   what could be given up on an engine; none where some are being given up already
     """
-    left = {view.name: view for view in sorted(engines, key=lambda view: view.name)}
+    by_name = sorted(engines, key=lambda view: view.name)
+    left = {view.name for view in by_name}
     found: list[Recall] = []
     for work in [one for one in waiting if _pressing(one, now_s) and not policy.late(one, now_s)][:LOOK_AHEAD]:
         options = []
-        for view in left.values():
-            if eligible(work, view):
-                verdict = sizing.admit(work, view, now_s)
-                reading = _memory_alone(verdict.guards)
-                victims = () if reading is None else _newest(running(view.name), reading, policy, now_s)
-                if reading is not None and victims:
-                    options.append((sum(one.kv_tokens for one in victims), view.name, victims, reading, verdict))
+        for view in suited(work, by_name):
+            if view.name not in left:
+                continue
+            verdict = sizing.admit(work, view, now_s)
+            reading = _memory_alone(verdict.guards)
+            victims = () if reading is None else _newest(running(view.name), reading, policy, now_s)
+            if reading is not None and victims:
+                options.append((sum(one.kv_tokens for one in victims), view.name, victims, reading, verdict))
         if options:
             _, name, victims, reading, verdict = min(options, key=lambda one: one[:2])
             decision = Decision(
@@ -85,7 +87,7 @@ def plan_recalls(  # noqa: PLR0917 - one signature with plan_round, read in this
                 verdict.steps_to_overflow,
             )
             found.append(Recall(name, victims, decision))
-            del left[name]
+            left.remove(name)
     return found
 
 

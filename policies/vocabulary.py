@@ -125,6 +125,7 @@ class EngineView:
     gpu_throttled                           1 while some GPU holds its clocks down for heat or power, else 0
     gpu_slowed                              1 while some GPU does so to protect itself, else 0: its power cap alone does not count
     gpu_energy_j_total                      used since the pool's leader began to measure; falls when another leads
+    spot             its machine may be taken away by its owner at short notice
     speaks           whether the engine serves a path natively; an engine gets only works whose path it speaks
     """
 
@@ -157,6 +158,7 @@ class EngineView:
     gpu_slowed: Reading = UNKNOWN
     gpu_energy_j_total: Reading = UNKNOWN
     extra_sequences: Mapping[str, int] = field(default_factory=dict)
+    spot: bool = False
     speaks: Callable[[str], bool] = field(default=_any_path, compare=False, repr=False)
 
     @property

@@ -197,6 +197,7 @@ class Engine:
             kv_tokens=ledger.kv_tokens,
             prefill_tokens=ledger.prefill_tokens,
             last_grant_s=ledger.last_grant_s,
+            spot=self.settings.spot,
             speaks=_nothing if self.backend is None else self.backend.speaks,
             **self._readings(now_s),
         )

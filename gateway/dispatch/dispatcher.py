@@ -39,7 +39,7 @@ from policies.estimators.pace import Pace
 from policies.ordering import TenantCounters, urgent
 from policies.ordering.feasibility import Outlook
 from policies.ordering.shedding import Infeasible, Shedding
-from policies.placement import eligible
+from policies.placement import eligible, suited
 from policies.preemption import by_memory, plan_recalls
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingPolicy
@@ -610,7 +610,7 @@ class Dispatcher:
         if not policy.class_policy(work.class_name).has_ttft_objective:
             return None
         now_s = self._clock.now_s()
-        engines = [view.name for view in self._roster.views(now_s) if eligible(work, view)]
+        engines = [view.name for view in suited(work, self._roster.views(now_s))]
         if not engines:
             return None
         engine = self._credit.spend(work, engines, now_s)

@@ -57,7 +57,12 @@ class Replica:
         store = PolicyStore(None, log=log, clock=self.clock, policy=policy)
         ledger = Ledger()
         self.roster = Roster(
-            Engine(EngineSettings(name, f"http://{name}"), ledger[name], POLL_S, backend=cast("Backend", host))
+            Engine(
+                EngineSettings(name, f"http://{name}", spot=host.spec.interrupted_at_s is not None),
+                ledger[name],
+                POLL_S,
+                backend=cast("Backend", host),
+            )
             for name, host in hosts.items()
         )
         self._member = Member(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from policies.capacity import MOST, Fit, fit, largest_batch
 from policies.limits import LIMITS
-from policies.placement import Candidate, eligible
+from policies.placement import Candidate, suited
 from policies.schema import ClassPolicy
 from policies.vocabulary import EngineState, EngineView, Guard
 from tests.policies.worlds import NOW_S, engine, engines, fresh, policy, work
@@ -27,9 +27,7 @@ def test_so_many_fit_as_find_room_one_after_another(
     found = fit(one, views, sizing, NOW_S)
 
     placed = 0
-    for view in views:
-        if not eligible(one, view):
-            continue
+    for view in suited(one, views):
         candidate, here = Candidate(view), 0
         while here < MOST and sizing.admit(one, candidate.view, NOW_S).admitted:
             candidate.take(one, NOW_S)

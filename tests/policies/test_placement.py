@@ -52,6 +52,42 @@ def test_patient_work_goes_to_the_busiest_that_has_room() -> None:
     assert chosen(work("w", "night"), views, spread=False) == "e2"
 
 
+def test_patient_work_goes_to_spot_capacity_first() -> None:
+    views = [engine("e0", {"chat": 12}), engine("e1", {"chat": 2}, spot=True), engine("e2", {"chat": 5}, spot=True)]
+
+    assert chosen(work("w", "night"), views, spread=False) == "e2"
+    assert chosen(work("w"), views, spread=True) == "e1"
+
+
+@pytest.mark.parametrize(
+    ("one", "taken_by"),
+    [
+        (work("short", prompt_tokens=1000), "e0"),
+        (work("long", prompt_tokens=4000), "e1"),
+        (work("long answer", prompt_tokens=1000, max_tokens=4000), "e1"),
+        (work("many inputs", prompt_tokens=16_000, sequences=16), "e0"),
+        (work("too long for both", prompt_tokens=100_000), "e1"),
+    ],
+    ids=lambda one: one.id if isinstance(one, Work) else one,
+)
+def test_a_work_goes_where_it_fits_into_the_context(one: Work, taken_by: str) -> None:
+    views = [engine("e0", max_model_len=fresh(4096)), engine("e1", {"chat": 20}, max_model_len=fresh(32_768))]
+
+    assert chosen(one, views, spread=True) == taken_by
+
+
+def test_an_engine_that_does_not_tell_its_context_is_long_enough() -> None:
+    views = [engine("e0", max_model_len=fresh(4096)), engine("e1", {"chat": 20})]
+
+    assert chosen(work("w", prompt_tokens=100_000), views, spread=True) == "e1"
+
+
+def test_a_long_work_waits_for_the_engine_that_it_fits_into() -> None:
+    views = [engine("e0", max_model_len=fresh(4096)), engine("e1", {"chat": 40}, max_model_len=fresh(32_768))]
+
+    assert chosen(work("w", prompt_tokens=8000), views, spread=True) is None
+
+
 def test_urgent_work_is_spread_over_engines_that_are_nearly_equal() -> None:
     views = [engine("e0", {"chat": 20}), engine("e1", {"chat": 21}), engine("e2", {"chat": 30})]
 

@@ -9,7 +9,7 @@ import pytest
 from policies.preemption import PEACE_S, REQUEUES_MAX, Recall, Victim, plan_recalls
 from policies.sizing import LearnedStep, SizingEvent, Window
 from policies.vocabulary import Action, EngineView, Guard, GuardReading, Verdict, Work
-from tests.policies.worlds import NOW_S, engine, policy, work
+from tests.policies.worlds import NOW_S, engine, fresh, policy, work
 
 POLICY = policy("""
 version: 1
@@ -55,6 +55,16 @@ def recalls(
     *running: Victim, sizing: Refusing = FULL, waiting: Sequence[Work] = (PRESSING,), views: Sequence[str] = ("e0",)
 ) -> list[Recall]:
     return plan_recalls(waiting, [engine(name) for name in views], sizing, POLICY, NOW_S, lambda _engine: running)
+
+
+def test_nobody_gives_way_on_an_engine_whose_context_is_too_short() -> None:
+    long = work("u", "chat", accepted_s=NOW_S - 0.3, deadline_s=NOW_S + 0.7, prompt_tokens=9000)
+    views = [engine("e0", max_model_len=fresh(4096)), engine("e1", max_model_len=fresh(32_768))]
+    bulk = [victim("v", age_s=1)] * 3
+
+    found = plan_recalls([long], views, FULL, POLICY, NOW_S, lambda _engine: bulk)
+
+    assert [one.engine for one in found] == ["e1"]
 
 
 def given_up(found: Sequence[Recall]) -> list[str]:

@@ -83,6 +83,8 @@ def engine(
     prefill_tokens: int = 0,
     seats: Reading = UNKNOWN,
     running: Reading = UNKNOWN,
+    max_model_len: Reading = UNKNOWN,
+    spot: bool = False,
     speaks_only: str | None = None,
     extra_sequences: Mapping[str, int] | None = None,
 ) -> EngineView:
@@ -94,6 +96,8 @@ def engine(
         prefill_tokens=prefill_tokens,
         seats=seats,
         running=running,
+        max_model_len=max_model_len,
+        spot=spot,
         extra_sequences=extra_sequences or {},
         speaks=lambda path: speaks_only is None or path == speaks_only,
     )
@@ -131,6 +135,8 @@ engines = st.lists(
         prefill_tokens=st.integers(0, 9000),
         seats=st.sampled_from([UNKNOWN, fresh(4), fresh(1), fresh(9)]),
         running=st.sampled_from([UNKNOWN, fresh(6)]),
+        max_model_len=st.sampled_from([UNKNOWN, fresh(4096), fresh(8192)]),
+        spot=st.booleans(),
     ),
     max_size=3,
     unique_by=lambda one: one.name,
