@@ -2,7 +2,7 @@
 
 `pass_*`          no gateway queue: each request goes straight to an engine, chosen in turn or by fewest outstanding
 `static_shared_W` one window of W works an engine for both classes; our queue lets interactive works go first
-`static_bulk_W`   bulk has a window of W works an engine, interactive works none
+`static_bulk_W`   bulk has a window of W works an engine, interactive works none; any W from 1 to CLIENTS_IN_FLIGHT
 `engine_priority_W` the same, and the engine itself orders by priority and preempts by it
 `saturation_gate` as llm-d's flow control: a class may start while max(queue/5, kv/0.8) is under its ceiling
 `aimd`, `gradient`, `rules`, `token_ledger`   the sizing policies of the product, with their defaults
@@ -25,7 +25,9 @@ from policies.vocabulary import EngineView, Guard, GuardReading, Reading, Verdic
 
 CLIENTS_IN_FLIGHT = 512
 SHARED_WINDOWS = (8, 32, 64, 256)
-BULK_WINDOWS = (2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
+SWEPT = "static_bulk_"
+FIRST_WINDOWS = (10, 48)
+"""Of bulk, where the search for the best window begins: two, so that it has work for two cores."""
 PRIORITY_WINDOWS = (64, 128, 512)
 PRODUCT = ("aimd", "gradient", "rules", "token_ledger")
 OURS = "token_ledger"
@@ -49,13 +51,21 @@ class Contender:
     engine_order: SchedulingPolicy = SchedulingPolicy.FCFS
 
 
+def contender(name: str) -> Contender:
+    """By its name; of windows of bulk there are as many as numbers. Raises KeyError for one that there is not."""
+    window = name.removeprefix(SWEPT)
+    if window != name and window.isdigit():
+        return Contender(name, sizing=_windows(None, int(window)))
+    return contenders()[name]
+
+
 def contenders() -> dict[str, Contender]:
-    """All of them by name, in the order of a table."""
+    """All by name, in the order of a table; of the windows of bulk, those that the search begins with."""
     found = [
         Contender("pass_round_robin", sizing=_windows(None, CLIENTS_IN_FLIGHT), front=RoundRobin),
         Contender("pass_least_outstanding", sizing=_windows(None, CLIENTS_IN_FLIGHT), front=lambda: least_outstanding),
         *(Contender(f"static_shared_{window}", sizing=_windows(window, window)) for window in SHARED_WINDOWS),
-        *(Contender(f"static_bulk_{window}", sizing=_windows(None, window)) for window in BULK_WINDOWS),
+        *(contender(f"{SWEPT}{window}") for window in FIRST_WINDOWS),
         *(Contender(name, document=name) for name in PRODUCT if name in LIMITS),
         *(
             Contender(

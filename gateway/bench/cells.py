@@ -136,8 +136,9 @@ class Cell:
     def policy_text(self, sizing: str) -> str:
         """The policy document that every contender runs under: the cell's objectives, and bulk whenever there is room.
 
-        Bulk has no maximum age and no minimum share, since a backlog that never ends is always overdue; nobody is
-        refused, so that a miss is a late token and not a full queue.
+        Bulk has no maximum age and no minimum share, since a backlog that never ends is always overdue, and no queue is
+        ever full. Whoever can tell that a request cannot be in time may refuse it, which is a miss like a late token; those
+        that wait as long as a class allows by default are given up.
         """
         return f"""
 version: 1
@@ -145,7 +146,7 @@ classes:
   {INTERACTIVE}:
     {self._objective}
     max_queue: 1000000
-    max_wait_s: 100000
+    on_infeasible: shed
   {BULK}: {{max_age_s: null, min_share: 0, max_queue: 1000000, max_wait_s: 100000}}
 sizing: {{policy: {sizing}}}
 """

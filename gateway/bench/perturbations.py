@@ -21,6 +21,7 @@ FOREIGN_SHARE = 0.2
 PREFIX_SHARE = 0.37
 LENGTH_FACTOR = 2.0
 REPLICAS = 3
+ESTIMATE_ERROR = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,16 @@ def prefix_hits(run: Perturbed) -> Perturbed:
     return run.requests(lambda one: replace(one, cached_prompt_tokens=round(one.prompt_tokens * PREFIX_SHARE)))
 
 
+def prompt_estimates(run: Perturbed) -> Perturbed:
+    """The gateway's estimates of prompt sizes are off by up to ESTIMATE_ERROR, either way."""
+    return replace(run, plan=replace(run.plan, estimate_error=ESTIMATE_ERROR))
+
+
+def whole_bulk(run: Perturbed) -> Perturbed:
+    """Answers of bulk are not streamed: nothing of them is seen before their end."""
+    return replace(run, plan=replace(run.plan, whole_bulk=True))
+
+
 PERTURBATIONS: Mapping[str, Callable[[Perturbed], Perturbed]] = {
     "profile_x0.6": profile_off(0.6),
     "profile_x1.6": profile_off(1.6),
@@ -110,6 +121,8 @@ PERTURBATIONS: Mapping[str, Callable[[Perturbed], Perturbed]] = {
     "three_replicas": three_replicas,
     "foreign_traffic": foreign_traffic,
     "prefix_hits": prefix_hits,
+    "prompt_estimates": prompt_estimates,
+    "whole_bulk": whole_bulk,
 }
 """By the name that `--perturb` takes."""
 POOL_ONLY = frozenset({"engine_killed"})

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gateway.bench.bars import bars_of
 from gateway.bench.baselines import OURS
 from gateway.bench.bounds import bar
 from gateway.replay.chart import Bars, svg
@@ -20,6 +21,9 @@ COLUMNS = (
     ("tpot_p99_s", "TPOT p99 s", "{:.3f}"),
     ("bulk_tokens_per_s", "bulk tok/s", "{:,.0f}"),
     ("preemptions", "preempted", "{:,.0f}"),
+    ("recomputed_tokens", "recomputed", "{:,.0f}"),
+    ("aborted_tokens", "aborted", "{:,.0f}"),
+    ("shed", "shed", "{:,.0f}"),
     ("joules_per_token", "J/token", "{:.4f}"),
     ("jain", "Jain", "{:.3f}"),
 )
@@ -31,7 +35,9 @@ Commit `{commit}`, made in {seconds:,.0f} s by `{made_by}`; every figure follows
 A contender first has to keep interactive requests inside their objective (the bar), and is then measured by the bulk
 that it serves. `static_*` are windows that an operator would have to guess; the best in hindsight is the one to beat.
 The clairvoyant knows lengths, arrivals and engines. The fluid bound knows no queues, and can be passed by whoever
-leaves long items lying or lets interactive work wait.
+leaves long items lying or lets interactive work wait. Requests that never had a first token have an infinite one in the
+percentiles; recomputed are prompt tokens that the engine computed again after it had preempted, aborted those that an
+attempt had made that was given up.
 """
 PERTURBED = """# What the scheduler makes of a world that is not as it was told
 
@@ -83,6 +89,16 @@ def perturbed_of(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 f"{bulk / knowing['bulk_tokens_per_s']:.2f}" if knowing["bulk_tokens_per_s"] else "-",
             )
         )
+    return lines
+
+
+def bars_table(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Every bar of every cell, held or missed."""
+    lines: list[tuple[str, ...]] = [("cell", "figure", "measured", "needed", "")]
+    for one in bars_of(document):
+        measured = "-" if one.value is None else f"{one.value:,.3f}"
+        needed = f"{'≤' if one.at_most else '≥'} {one.needed:,.3f}"
+        lines.append((one.cell, one.name, measured, needed, "held" if one.held else "MISSED"))
     return lines
 
 
@@ -167,6 +183,9 @@ def _picture(cell: str, document: Mapping[str, Any]) -> str:
 
 def _page(document: Mapping[str, Any], made_by: str) -> str:
     parts = [INTRODUCTION.format(commit=document["commit"], seconds=document["seconds"], made_by=made_by)]
+    bars = bars_table(document)
+    held = sum(line[-1] == "held" for line in bars)
+    parts.append(f"## Bars\n\n{held} of {len(bars) - 1} held.\n\n{_markdown(bars)}")
     for cell in document["cells"]:
         parts.append(f"## {cell}\n")
         parts.extend(f"- {line}" for line in bounds_of(cell, document))

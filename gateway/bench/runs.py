@@ -16,7 +16,7 @@ from pathlib import Path
 
 from backends.simulated.continuous import SchedulingPolicy
 from backends.simulated.profiles import EngineOptions
-from gateway.bench.baselines import OURS, Contender, contenders
+from gateway.bench.baselines import OURS, Contender, contender
 from gateway.bench.bounds import bar, ceiling
 from gateway.bench.cells import BULK, Cell, load_cells
 from gateway.bench.clairvoyant import BURST_PARTS, Clairvoyant
@@ -140,19 +140,19 @@ def plan_of(
     cell: Cell, name: str, seed: int, perturb: str = "", burst_part: float = BURST_PARTS[0]
 ) -> tuple[Plan, list[Row], float]:
     """The replay of a run, the rows of what was refused before it, and its length in seconds."""
-    contender = Contender(CLAIRVOYANT) if name in BOUNDS else contenders()[name]
-    options = EngineOptions(scheduling_policy=contender.engine_order)
+    one = Contender(CLAIRVOYANT) if name in BOUNDS else contender(name)
+    options = EngineOptions(scheduling_policy=one.engine_order)
     work = cell.workload(seed)
     plan = Plan(
         engines=cell.engines_of_pool(options),
-        policy=parse(cell.policy_text(contender.document), "bench"),
+        policy=parse(cell.policy_text(one.document), "bench"),
         requests=work.requests,
         backlog=None if name == ALONE else work.backlog,
         duration_s=work.duration_s,
         seed=seed,
-        sizing=contender.sizing,
-        front=None if contender.front is None else contender.front(),
-        engine_priority=contender.engine_order is SchedulingPolicy.PRIORITY,
+        sizing=one.sizing,
+        front=None if one.front is None else one.front(),
+        engine_priority=one.engine_order is SchedulingPolicy.PRIORITY,
     )
     if perturb:
         perturbed = PERTURBATIONS[perturb](Perturbed(plan, cell))
@@ -162,7 +162,8 @@ def plan_of(
         requests = tuple(one for one in plan.requests if one.class_name != BULK)
         plan = replace(plan, requests=requests)
     if name in BOUNDS:
-        plan, lost = _foreseen(cell, plan, burst_part, for_bulk=name != ALONE)
+        plan = replace(plan, estimate_error=0.0)  # who knows everything need not estimate
+        plan, lost = _foreseen(cell, plan, burst_part, for_bulk=name != ALONE and not perturb)
     return plan, lost, work.duration_s
 
 

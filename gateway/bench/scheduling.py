@@ -2,7 +2,7 @@
 
 Figures of a cell and contender are means over its seeds; `worst_attainment` is the lowest. The best static window is
 chosen in hindsight: the most bulk among the static windows whose attainment reaches the bar, or ours where that is
-lower; where none does there is none. The clairvoyant must not fall behind it, nor behind ours where that reaches the bar;
+lower; where none does there is none. Windows of bulk are searched for it to within one part in COARSE. The clairvoyant must not fall behind it, nor behind ours where that reaches the bar;
 where it does, the result says so (`clairvoyant_behind`), since then the bound is wrong and not the policy good.
 """
 
@@ -19,16 +19,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from gateway.bench.baselines import BULK_WINDOWS, OURS, contenders
+from gateway.bench.baselines import CLIENTS_IN_FLIGHT, OURS, SWEPT, contenders
 from gateway.bench.bounds import bar, ceiling, fluid_tokens_per_s
 from gateway.bench.cells import BULK, Cell, Workload, load_cells
 from gateway.bench.perturbations import POOL_ONLY
 from gateway.bench.runs import ALONE, BOUNDS, CLAIRVOYANT, Task, copy, perform
 
-SWEPT = "static_bulk_"
 STATIC = ("static_shared_", SWEPT)
-FIRST_LOOKED_AT = frozenset({f"{SWEPT}{window}" for window in (BULK_WINDOWS[4], BULK_WINDOWS[9])})
-"""Where a quick run's search for the best window begins: two, so that it has work for two cores."""
+COARSE = 16
 BOUNDS_NEEDED = (CLAIRVOYANT, "fluid_bulk_tokens_per_s", "attainment_ceiling")
 
 Averages = Mapping[str, float | None]
@@ -37,13 +35,9 @@ Averages = Mapping[str, float | None]
 def tasks_of(cells: Iterable[Cell], *, data: Path, out: Path, quick: bool, perturb: str = "") -> list[Task]:
     """Everything that is to be run, but for windows that `searched` adds. Bounds first: they do not depend on ours.
 
-    quick   one seed, and of the windows of bulk only those that a search looks at
+    quick   one seed
     """
-    names = [*BOUNDS, *contenders()]
-    if perturb:
-        names = [name for name in names if name in {CLAIRVOYANT, OURS}]
-    elif quick:
-        names = [name for name in names if not name.startswith(SWEPT) or name in FIRST_LOOKED_AT]
+    names = [name for name in (*BOUNDS, *contenders()) if not perturb or name in {CLAIRVOYANT, OURS}]
     return [
         Task(cell.name, name, seed, data, out, perturb)
         for name in names
@@ -54,28 +48,32 @@ def tasks_of(cells: Iterable[Cell], *, data: Path, out: Path, quick: bool, pertu
 
 
 def searched(cells: Iterable[Cell], found: Mapping[Task, Averages]) -> list[Task]:
-    """The next windows of a quick run's search for the largest that reaches the bar; none when it is found.
+    """The next windows of the search for the largest that reaches the bar, for every seed; none when all are found.
 
     Attainment falls as the window of bulk grows, and bulk grows with it: the best in hindsight is the last that reaches the
-    bar, with one beside it that does not.
+    bar, with one just above it that does not.
     """
     more: list[Task] = []
     for cell in cells:
         of_cell = {task: one for task, one in found.items() if task.cell == cell.name}
         if not of_cell:
             continue
+        means = _means(of_cell)
         any_task = next(iter(of_cell))
-        means = {task.contender: one for task, one in of_cell.items()}
         needed = _needed(means, _ceiling(cell, cell.workload(any_task.seed)))
         reached = {
-            at: _number(means[f"{SWEPT}{window}"], "attainment") >= needed
-            for at, window in enumerate(BULK_WINDOWS)
-            if f"{SWEPT}{window}" in means
+            int(name.removeprefix(SWEPT)): _number(one, "attainment") >= needed
+            for name, one in means.items()
+            if name.startswith(SWEPT)
         }
-        low = max((at for at, good in reached.items() if good), default=-1)
-        high = min((at for at, good in reached.items() if not good and at > low), default=len(BULK_WINDOWS))
-        if high - low > 1:
-            more.append(replace(any_task, contender=f"{SWEPT}{BULK_WINDOWS[(low + high) // 2]}"))
+        low = max((window for window, good in reached.items() if good), default=0)
+        high = min(
+            (window for window, good in reached.items() if not good and window > low), default=CLIENTS_IN_FLIGHT + 1
+        )
+        if high - low > max(1, low // COARSE):
+            between = round(math.sqrt(low * high)) if low else high // 2
+            name = f"{SWEPT}{min(max(between, low + 1), high - 1)}"
+            more += [replace(any_task, contender=name, seed=seed) for seed in sorted({task.seed for task in of_cell})]
     return more
 
 
@@ -146,13 +144,8 @@ def summarise(cells: Sequence[Cell], found: Mapping[Task, Averages], *, out: Pat
     bounds: dict[str, dict[str, Any]] = {}
     perturbs = sorted({task.perturb for task in found}) or [""]
     for cell, perturb in ((cell, perturb) for cell in cells for perturb in perturbs if _applies(perturb, cell)):
-        by_name: dict[str, list[Averages]] = {}
-        seeds = set()
-        for task, one in found.items():
-            if (task.cell, task.perturb) == (cell.name, perturb):
-                by_name.setdefault(task.contender, []).append(one)
-                seeds.add(task.seed)
-        means = {name: _mean(runs) for name, runs in by_name.items()}
+        mine = {task: one for task, one in found.items() if (task.cell, task.perturb) == (cell.name, perturb)}
+        means, seeds = _means(mine), {task.seed for task in mine}
         title = _title(cell, perturb)
         table[title] = {name: one for name, one in means.items() if name not in BOUNDS}
         bounds[title] = _bounds(cell, means, sorted(seeds), perturbed=bool(perturb))
@@ -232,6 +225,14 @@ def _needed(means: Mapping[str, Averages], attainment_ceiling: float) -> float:
     """Attainment that a static window has to reach to be compared with: the bar, or ours where that is lower."""
     needed = bar(attainment_ceiling)
     return min(needed, _number(means[OURS], "attainment")) if OURS in means else needed
+
+
+def _means(found: Mapping[Task, Averages]) -> dict[str, dict[str, float | None]]:
+    """By contender, over the seeds."""
+    by_name: dict[str, list[Averages]] = {}
+    for task, one in found.items():
+        by_name.setdefault(task.contender, []).append(one)
+    return {name: _mean(runs) for name, runs in by_name.items()}
 
 
 def _mean(runs: Sequence[Averages]) -> dict[str, float | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from gateway.bench.cells import Cell, shipped_data
 from gateway.bench.perturbations import PERTURBATIONS
-from gateway.bench.report import bounds_of, perturbed_of, table_of, write_perturbed, write_report
+from gateway.bench.report import bars_table, bounds_of, perturbed_of, table_of, write_perturbed, write_report
 from gateway.bench.runs import Task
 from gateway.bench.scheduling import chosen, missing, run_all, searched, summarise, tasks_of, timed
 from gateway.settings_file import SettingsError
@@ -35,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Describe the benchmark."""
     parser = subparsers.add_parser("scheduling", help="bulk beside interactive, against baselines and bounds")
     parser.add_argument("--cell", action="append", default=[], metavar="NAME", help="only this cell; repeatable")
-    parser.add_argument("--quick", action="store_true", help="one seed, quick cells, static windows searched")
+    parser.add_argument("--quick", action="store_true", help="one seed, and the cells marked quick")
     parser.add_argument(
         "--perturb", default="", choices=[ALL, *sorted(PERTURBATIONS)], help="with something wrong in the world"
     )
@@ -61,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
         write = write_perturbed if args.perturb else write_report
         write(args.report, document, made_by=made_by)
     if args.json:
-        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        sys.stdout.write(json.dumps(_finite(document), indent=1) + "\n")
     elif args.perturb:
         _table("perturbations", perturbed_of(document), [])
     else:
         for cell in document["cells"]:
             _table(cell, table_of(cell, document), bounds_of(cell, document))
+        _table("bars", bars_table(document), [])
         sys.stdout.write(f"{document['seconds']:,.0f} s; rows of every request in {document['rows']}\n")
     lacking = missing(cells, document, perturbs=_perturbs(args))
     if lacking:
@@ -89,10 +91,17 @@ def _measured(args: argparse.Namespace, cells: list[Cell], data: Path) -> dict[s
             made, lost = run_all(tasks, workers=args.workers, on_done=_Meter(progress, len(tasks)))
             found.update(made)
             failed.update(lost)
-            tasks = [] if not args.quick or args.perturb or lost else searched(cells, found)
+            tasks = [] if args.perturb or lost else searched(cells, found)
     for task, why in failed.items():
         sys.stderr.write(f"bench: {task.stem} failed: {why}\n")
     return summarise(cells, found, out=args.out, seconds=seconds())
+
+
+def _finite(value: Any) -> Any:
+    """As JSON can have it: an infinite figure is null."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    return None if value == math.inf else value
 
 
 def _perturbs(args: argparse.Namespace) -> list[str]:

@@ -2,7 +2,8 @@
 
 Every figure can be computed again from the rows file and the policy, but for those of the engines (preemptions, energy)
 and of this machine (decision times). A request that was refused, failed or came late is a miss; attainment counts all
-requests of classes with a TTFT objective.
+requests of classes with a TTFT objective. One that never had a first token waited for ever: percentiles of TTFT that fall
+among those are infinite. Tokens count as far as they were served within the run's duration, like energy.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from gateway.replay.rows import COMPLETED, Row
+from gateway.replay.rows import COMPLETED, UNFINISHED, Row
 from gateway.replay.world import Played
 from policies.schema import Policy
+from policies.vocabulary import Result
 
 Alone = Callable[[int], float]
 
@@ -24,8 +26,13 @@ class Figures:
 
     goodput_rps          requests with an objective, completed inside it, per second
     bulk_tokens_per_s    prompt and output tokens served to classes without an objective
+    bulk_completed       works of these classes that were completed within the duration
+    shed                 works of any class that were refused, or given up after their longest wait
+    failed               works of any class that ended in any other way without a whole answer
+    aborted_tokens       thrown away by attempts that were given up or failed
     joules_per_token     over all served tokens; None where a profile has no power curve
-    jain                 Jain's index over the tenants of classes without an objective; 1 is even
+    jain                 Jain's index over the tenants of classes without an objective, those never served included; 1 is
+                         even, None with fewer than two
     window_oscillation   95th less 5th percentile of the bulk window over its mean, in the second half of the run
     """
 
@@ -36,6 +43,9 @@ class Figures:
     ttft_p99_s: float | None
     tpot_p99_s: float | None
     bulk_tokens_per_s: float
+    bulk_completed: int
+    shed: int
+    failed: int
     preemptions: int
     recomputed_tokens: int
     aborted_tokens: int
@@ -46,7 +56,7 @@ class Figures:
     decision_p99_us: float | None
 
     def plain(self) -> dict[str, float | None]:
-        """As JSON has it."""
+        """By name, for a JSON document; an infinite TTFT is math.inf."""
         return asdict(self)
 
 
@@ -58,9 +68,10 @@ def figures(played: Played, policy: Policy, *, duration_s: float, alone: Alone |
     urgent = [row for row in played.rows if policy.class_policy(row.class_name).has_ttft_objective]
     patient = [row for row in played.rows if not policy.class_policy(row.class_name).has_ttft_objective]
     met = sum(met_objective(row, policy, alone) for row in urgent)
-    ttft_s = sorted(row.ttft_s for row in urgent or patient if row.ttft_s is not None)
+    ttft_s = sorted(math.inf if row.ttft_s is None else row.ttft_s for row in urgent or patient)
     tpot_s = sorted(one for row in urgent or patient if (one := tpot(row)) is not None)
-    tokens = sum(row.served_tokens for row in played.rows)
+    tokens = sum(row.served_by(played.end_s) for row in played.rows)
+    ends = [row.outcome for row in played.rows]
     decision_s = sorted(played.decision_s)
     return Figures(
         attainment=met / len(urgent) if urgent else None,
@@ -69,12 +80,15 @@ def figures(played: Played, policy: Policy, *, duration_s: float, alone: Alone |
         ttft_p95_s=quantile(ttft_s, 0.95),
         ttft_p99_s=quantile(ttft_s, 0.99),
         tpot_p99_s=quantile(tpot_s, 0.99),
-        bulk_tokens_per_s=sum(row.served_tokens for row in patient) / duration_s,
+        bulk_tokens_per_s=sum(row.served_by(duration_s) for row in patient) / duration_s,
+        bulk_completed=sum(row.outcome == COMPLETED and row.end_s <= duration_s for row in patient),
+        shed=ends.count(Result.SHED),
+        failed=len(ends) - ends.count(COMPLETED) - ends.count(UNFINISHED) - ends.count(Result.SHED),
         preemptions=played.preemptions,
         recomputed_tokens=played.recomputed_tokens,
         aborted_tokens=sum(row.wasted_tokens for row in played.rows),
         joules_per_token=None if played.energy_j is None or not tokens else played.energy_j / tokens,
-        jain=jain(by_tenant(patient)),
+        jain=jain(by_tenant(patient, duration_s)),
         window_oscillation=_oscillation(played, policy),
         decision_p50_us=_micros(quantile(decision_s, 0.5)),
         decision_p99_us=_micros(quantile(decision_s, 0.99)),
@@ -102,18 +116,18 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def by_tenant(rows: Sequence[Row]) -> Mapping[str, int]:
-    """Served tokens."""
-    served: dict[str, int] = {}
+def by_tenant(rows: Sequence[Row], until_s: float) -> Mapping[str, float]:
+    """Tokens served by then."""
+    served: dict[str, float] = {}
     for row in rows:
-        served[row.tenant] = served.get(row.tenant, 0) + row.served_tokens
+        served[row.tenant] = served.get(row.tenant, 0.0) + row.served_by(until_s)
     return served
 
 
 def jain(served: Mapping[str, float]) -> float | None:
-    """(sum x)^2 / (n · sum x^2); None of nobody, or where nobody was served."""
+    """(sum x)^2 / (n · sum x^2); None of fewer than two, or where nobody was served."""
     squares = sum(one * one for one in served.values())
-    return sum(served.values()) ** 2 / (len(served) * squares) if squares else None
+    return sum(served.values()) ** 2 / (len(served) * squares) if squares and len(served) > 1 else None
 
 
 def _oscillation(played: Played, policy: Policy) -> float | None:

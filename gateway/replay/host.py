@@ -47,9 +47,12 @@ class EngineSpec:
 
 
 class Attempt:
-    """One sequence on an engine, as whoever sent it follows it; also the ledger's live counter of its tokens."""
+    """One sequence on an engine, as whoever sent it follows it; also the ledger's live counter of its tokens.
 
-    __slots__ = ("_host", "on_end", "on_first_token", "on_recall", "sent_s", "sequence")
+    whole   its answer is not streamed: nothing of it is seen before its end, and until then it can begin anew
+    """
+
+    __slots__ = ("_host", "on_end", "on_first_token", "on_recall", "sent_s", "sequence", "whole")
 
     def __init__(
         self,
@@ -58,8 +61,11 @@ class Attempt:
         sent_s: float,
         on_first_token: Callable[[Attempt], None],
         on_end: Callable[[Attempt, bool], None],
+        *,
+        whole: bool,
     ) -> None:
         """on_end is told True for a finished answer, False for an engine that died."""
+        self.whole = whole
         self._host = host
         self.sequence = sequence
         self.sent_s = sent_s
@@ -69,8 +75,8 @@ class Attempt:
 
     @property
     def recallable(self) -> bool:
-        """A client of bulk gets its answer whole, so until then it can begin anew."""
-        return self.on_recall is not None
+        """Whoever sent it would send it again, and its client has seen nothing of it."""
+        return self.on_recall is not None and (self.whole or not self.output_tokens)
 
     def recall(self) -> None:
         """The gateway gives it up; whoever sent it is told at the loop's next turn."""
@@ -81,7 +87,9 @@ class Attempt:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens shown by now."""
+        """Tokens that the gateway has seen by now."""
+        if self.whole:
+            return 0
         self._host.catch_up()
         return self.sequence.generated_tokens
 
@@ -119,12 +127,14 @@ class EngineHost:
         sequence: Sequence,
         on_first_token: Callable[[Attempt], None],
         on_end: Callable[[Attempt, bool], None],
+        *,
+        whole: bool = False,
     ) -> Attempt:
         """Start a sequence. An engine that is down answers by on_end, at the loop's next turn.
 
         Raises ValueError for a sequence that could never run here.
         """
-        attempt = Attempt(self, sequence, self._loop.time(), on_first_token, on_end)
+        attempt = Attempt(self, sequence, self._loop.time(), on_first_token, on_end, whole=whole)
         if not self.up:
             self._loop.call_soon(on_end, attempt, False)
             return attempt

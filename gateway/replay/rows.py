@@ -2,8 +2,8 @@
 
 Times are seconds since the start of the replay; a time that never came is empty. `prompt_tokens` and `output_tokens`
 are what was served: an answer cut short by the end of the replay has the tokens that it had by then, outcome
-`unfinished`, and its prompt counts as served once the first token has shown. What an abort threw away is in
-`wasted_tokens`.
+`unfinished`, and its prompt counts as served once the first token has shown. `wasted_tokens` are the prompts
+and answers of attempts that were given up or failed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,14 @@ class Row:
     def served_tokens(self) -> int:
         """Prompt and answer, as far as they were served."""
         return self.prompt_tokens + self.output_tokens if self.first_token_s is not None else 0
+
+    def served_by(self, at_s: float) -> float:
+        """Of `served_tokens`, those of before then: the prompt with the first token, the answer evenly over its time."""
+        if self.first_token_s is None or self.first_token_s > at_s:
+            return 0.0
+        if self.end_s <= at_s:
+            return self.served_tokens
+        return self.prompt_tokens + self.output_tokens * (at_s - self.first_token_s) / (self.end_s - self.first_token_s)
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

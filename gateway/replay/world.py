@@ -6,8 +6,12 @@ granted works to `EngineHost`s. As in `gateway.dispatch.service`, a work is clas
 once or queued, tried on another engine when one has died, and ends with exactly one `Outcome` and one `Row`.
 
 Two kinds of traffic: requests at the times of a trace, and a backlog, of which WAITING works are always in the queue
-until the run is over. With a backlog the run ends after `duration_s`: what is left of the backlog is aborted, and counted
-with what it had been served by then; the requests of the trace are waited for, SETTLE_S at most.
+until the run is over, as many of each tenant. With a backlog the run ends after `duration_s`: what is left of the backlog
+is aborted, and counted with what it had been served by then; the requests of the trace are waited for, SETTLE_S at most.
+
+Answers are streamed: the gateway sees their tokens as they come, and cannot take back what it has seen. With `whole_bulk`
+those of classes without an objective are told whole: it sees nothing of them before their end, and can give them up until
+then.
 
 Nobody decides with knowledge that a gateway cannot have, with one exception that says so by its name: `privileged` makes
 a sizing policy from the world itself, for the clairvoyant bound.
@@ -88,6 +92,8 @@ class Plan:
     foreign      requests that reach an engine past the gateway: (engine, request)
     replicas     gateways that share the queue; requests reach them in turn
     drift        (from_s, factor): answers of the backlog are that much longer from then on
+    whole_bulk       see the module header
+    estimate_error   sizes of prompts as the gateway estimates them are off by as much as this part, either way
     engine_priority   works carry their class's precedence to the engine, for one that orders by it
     on_decision  told of each decision, synchronously
     on_time      told the replay's time once a second
@@ -105,6 +111,8 @@ class Plan:
     foreign: Sequence[tuple[str, Request]] = ()
     replicas: int = 1
     drift: tuple[float, float] | None = None
+    whole_bulk: bool = False
+    estimate_error: float = 0.0
     engine_priority: bool = False
     on_decision: Callable[[Decision], None] | None = None
     on_time: Callable[[float], None] | None = None
@@ -112,7 +120,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Played:
-    """What came of a replay. decision_s are CPU seconds, the one thing here that differs between runs."""
+    """What came of a replay. decision_s are CPU seconds, the one thing here that differs between runs.
+
+    end_s   when preemptions, recomputed tokens and energy were read: the plan's duration_s, or the end of a run that was over
+            before or has none
+    """
 
     rows: list[Row] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
@@ -125,8 +137,8 @@ class Played:
 
 @dataclass(slots=True)
 class Course:
-    """One request on its way. `waiter` while it waits, `attempt` while it runs; wasted_tokens were made by attempts that
-    failed."""
+    """One request on its way. `waiter` while it waits, `attempt` while it runs; wasted_tokens are prompt and answer of
+    attempts that failed or were given up."""
 
     request: Request
     work: Work
@@ -138,6 +150,11 @@ class Course:
     grant: Grant | None = None
     first_token_s: float | None = None
     wasted_tokens: int = 0
+
+    def waste(self) -> None:
+        """What the attempt has made so far is thrown away."""
+        if self.attempt is not None and self.first_token_s is not None:
+            self.wasted_tokens += self.request.prompt_tokens + self.attempt.sequence.generated_tokens
 
 
 class World:
@@ -151,6 +168,7 @@ class World:
         self.hosts = {spec.name: EngineHost(spec, loop, origin_s=ORIGIN_S) for spec in plan.engines}
         self.next_request = 0
         self._rng = random.Random(f"replay {plan.seed}")
+        self._estimates = random.Random(f"estimates {plan.seed}")
         self._queue = MemoryQueue(lambda: int(loop.time() * 1000))
         self._numbers = itertools.count(1)
         self._open_requests = len(plan.requests)
@@ -193,8 +211,9 @@ class World:
             await asyncio.sleep(ORIGIN_S - self.loop.time())
             self._set_stage()
             if self.plan.backlog is not None:
-                for _ in range(WAITING):
-                    self._add_to_backlog()
+                tenants = self.plan.backlog.tenants
+                for number in range(WAITING):
+                    self._add_to_backlog(tenants[number % len(tenants)])
             self._next_arrival()
             self._watch()
             await self._until_over()
@@ -268,6 +287,8 @@ class World:
             assert self.plan.duration_s is not None, "a backlog never ends: give the plan a duration_s"
             await asyncio.sleep(self.plan.duration_s - self.now_s)
             self._close_backlog()
+        elif self.plan.duration_s is not None:
+            self._at(self.plan.duration_s, self._note_totals)
         if self._open_requests:
             try:
                 async with asyncio.timeout(None if self.plan.backlog is None else SETTLE_S):
@@ -299,12 +320,13 @@ class World:
     def _work(self, request: Request, number: int, replica: Replica) -> Work:
         accepted_s, policy = replica.clock.pool_s(), self.plan.policy
         class_name = request.class_name
-        alone_s = replica.dispatcher.alone_s(MODEL, request.prompt_tokens)
+        prompt_tokens = self._estimated(request.prompt_tokens)
+        alone_s = replica.dispatcher.alone_s(MODEL, prompt_tokens)
         if not class_name:
-            facts = Facts(model=MODEL, stream=True, prompt_tokens=request.prompt_tokens)
+            facts = Facts(model=MODEL, stream=True, prompt_tokens=prompt_tokens)
             caller = Caller(tenant=request.tenant, path=PATH)
             class_name = classify(facts, headers={}, caller=caller, policy=policy, accepted_s=accepted_s).class_name
-        objective_s = policy.class_policy(class_name).ttft_objective_s(request.prompt_tokens, alone_s)
+        objective_s = policy.class_policy(class_name).ttft_objective_s(prompt_tokens, alone_s)
         deadline_s = None if objective_s is None else accepted_s + objective_s
         return Work(
             id=f"w{number:x}",
@@ -314,9 +336,16 @@ class World:
             path=PATH,
             accepted_s=accepted_s,
             rank=accepted_s if deadline_s is None else deadline_s,
-            prompt_tokens=request.prompt_tokens,
+            prompt_tokens=prompt_tokens,
             deadline_s=deadline_s,
         )
+
+    def _estimated(self, prompt_tokens: int) -> int:
+        """What the gateway takes a prompt to have."""
+        error = self.plan.estimate_error
+        if not error:
+            return prompt_tokens
+        return max(1, round(prompt_tokens * (1 + self._estimates.uniform(-error, error))))
 
     def _start_or_queue(self, course: Course) -> None:
         course.work = self._placed_in_front(course.work)
@@ -359,11 +388,13 @@ class World:
         if course.granted_s is None:
             course.granted_s = now_s
         course.replica.flow.left(course.work.class_name, now_s)
+        patient = not self.plan.policy.class_policy(course.work.class_name).has_ttft_objective
 
         def on_first_token(attempt: Attempt) -> None:
             at_s = self.loop.time()
             course.first_token_s = at_s
-            course.replica.dispatcher.first_token(course.work, grant, at_s - attempt.sent_s)
+            if not attempt.whole:
+                course.replica.dispatcher.first_token(course.work, grant, at_s - attempt.sent_s)
 
         def on_end(attempt: Attempt, finished: bool) -> None:
             self._ended(course, attempt, finished=finished)
@@ -373,11 +404,12 @@ class World:
                 _sequence(course.work.id, course.request, self._engine_priority(course.work)),
                 on_first_token,
                 on_end,
+                whole=patient and self.plan.whole_bulk,
             )
         except ValueError:
             self._settle(course, Result.CLIENT_ERROR, "too_long")
             return
-        if not self.plan.policy.class_policy(course.work.class_name).has_ttft_objective:
+        if patient:
             course.attempt.on_recall = functools.partial(self._recalled, course, grant)
         course.replica.dispatcher.attach(grant, course.attempt)
 
@@ -401,11 +433,11 @@ class World:
         again = replace(
             course.work, attempt=course.work.attempt + 1, avoid=course.work.avoid | {grant.engine}, pinned_engine=None
         )
-        told = attempt.sequence.generated_tokens > 0 and course.request.class_name != self._backlog_class
+        told = attempt.sequence.generated_tokens > 0 and not attempt.whole
         if told or course.attempts >= MAX_ATTEMPTS or not self._somebody_serves(again):
             self._settle(course, Result.ENGINE_FAILED, "engine_died")
             return
-        course.wasted_tokens += attempt.sequence.generated_tokens
+        course.waste()
         replica.owner.finished(course.work, grant, None)
         course.work, course.grant, course.attempt, course.first_token_s = again, None, None, None
         self._start_or_queue(course)
@@ -414,7 +446,7 @@ class World:
         """The gateway gave an attempt up: back to the queue, and what it made is wasted."""
         if course.grant is not grant or course.attempt is None:
             return
-        course.wasted_tokens += course.attempt.sequence.generated_tokens
+        course.waste()
         course.replica.owner.finished(course.work, grant, None)
         course.work = replace(course.work, attempt=course.work.attempt + 1)
         course.attempts -= 1
@@ -440,12 +472,12 @@ class World:
             reason=reason,
             status=_STATUS.get(result, 503),
             attempts=course.attempts,
-            prompt_tokens=work.prompt_tokens,
+            prompt_tokens=course.request.prompt_tokens if result is Result.COMPLETED else work.prompt_tokens,
             output_tokens=output_tokens,
             total_s=now_s - accepted_s,
             queued_s=None if course.granted_s is None else course.granted_s - accepted_s,
             ttft_s=None if first_s is None else first_s - accepted_s,
-            engine_ttft_s=None if first_s is None or attempt is None else first_s - attempt.sent_s,
+            engine_ttft_s=None if first_s is None or attempt is None or attempt.whole else first_s - attempt.sent_s,
         )
         if grant is not None:
             course.replica.owner.finished(work, grant, outcome)
@@ -479,14 +511,13 @@ class World:
 
     # -- the backlog ---------------------------------------------------------------------------------------------------
 
-    def _add_to_backlog(self) -> None:
+    def _add_to_backlog(self, tenant: str) -> None:
         backlog = self.plan.backlog
         assert backlog is not None
         number = next(self._backlog_number)
         prompt_tokens, output_tokens = backlog.lengths[number % len(backlog.lengths)]
         if self.plan.drift is not None and self.now_s >= self.plan.drift[0]:
             output_tokens = round(output_tokens * self.plan.drift[1])
-        tenant = backlog.tenants[number % len(backlog.tenants)]
         request = Request(self.now_s, prompt_tokens, output_tokens, tenant, backlog.class_name)
         replica = self.replicas[number % len(self.replicas)]
         work = self._placed_in_front(self._work(request, next(self._numbers), replica))
@@ -494,39 +525,41 @@ class World:
         course.waiter = self._tasks.create_task(self._from_backlog(course))
 
     async def _from_backlog(self, course: Course) -> None:
-        """Wait as long as it takes; a work that leaves the backlog is followed by another."""
+        """Wait as long as it takes; a work that leaves the backlog is followed by another of its tenant."""
         grant = await course.replica.owner.wait(course.work, {course.work.class_name: _NO_BOUND})
         self._send(course, grant)
         if self._backlog_open:
-            self._add_to_backlog()
+            self._add_to_backlog(course.request.tenant)
 
     def _close_backlog(self) -> None:
         """The run is over for the backlog: what runs of it is counted as it stands and aborted."""
         self._backlog_open = False
-        self._cut_short([one for one in self.courses.values() if one.request.class_name == self._backlog_class])
         self._note_totals()
+        self._cut_short([one for one in self.courses.values() if one.request.class_name == self._backlog_class])
 
     def _cut_short(self, courses: list[Course]) -> None:
-        """Count what runs as it stands and abort it; of what waits, requests of the trace are counted too."""
+        """Count what runs as it stands and abort it, and what waits as never served."""
         for course in courses:
             attempt, grant = course.attempt, course.grant
             if course.waiter is not None:
                 course.waiter.cancel()
             if attempt is not None and grant is not None:
-                self._record(course, UNFINISHED, attempt.output_tokens)
+                self._record(course, UNFINISHED, attempt.sequence.generated_tokens)
                 self.hosts[grant.engine].abort(attempt)
                 course.replica.owner.finished(course.work, grant, None)
                 course.replica.owner.ended(course.work)
-            elif course.request.class_name != self._backlog_class:
+            else:
                 self._record(course, UNFINISHED, 0)
             del self.courses[course.work.id]
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _note_totals(self) -> None:
-        """What the engines have done by now; with a backlog, by its end."""
+        """What the engines have done by `duration_s`; where the run is over before, or there is none, by its end."""
         hosts = self.hosts.values()
         result = self.result
+        for host in hosts:
+            host.catch_up()
         result.end_s = self.now_s
         result.preemptions = sum(host.preemptions for host in hosts)
         result.recomputed_tokens = sum(host.recomputed_tokens for host in hosts)
@@ -534,7 +567,7 @@ class World:
         result.energy_j = None if None in energies else sum(energy for energy in energies if energy is not None)
 
     def _sum_up(self) -> None:
-        if self.plan.backlog is None:
+        if self.plan.duration_s is None or self.now_s < self.plan.duration_s:
             self._note_totals()
         for replica in self.replicas:
             self.result.decision_s.extend(replica.dispatcher.decision_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -96,11 +97,35 @@ def test_figures_are_those_of_the_rows() -> None:
 
     assert found.attainment == pytest.approx(1 / 3)
     assert found.goodput_rps == 0.1
-    assert (found.ttft_p50_s, found.ttft_p99_s) == pytest.approx((1.0, 2.1))
+    assert found.ttft_p50_s == pytest.approx(2.1)
+    assert found.ttft_p99_s == math.inf, "one never had a first token"
     assert found.tpot_p99_s == pytest.approx(1.0)
     assert found.bulk_tokens_per_s == 80.0
-    assert found.joules_per_token == pytest.approx(2822.0 / (2 * 1011 + 800))
+    assert found.joules_per_token == pytest.approx(2822.0 / 800), "chat had its first tokens after the duration"
+    assert (found.shed, found.failed, found.bulk_completed) == (1, 0, 0)
     assert found.jain == pytest.approx(800**2 / (2 * (200**2 + 600**2)))
+
+
+def test_tokens_count_as_far_as_they_were_served_by_then() -> None:
+    row = Row(0.0, "bulk", "a", 100, 40, "e", 0.0, 2.0, 12.0, "completed")
+
+    assert [row.served_by(at_s) for at_s in (1.9, 2.0, 7.0, 12.0, 99.0)] == pytest.approx([0, 100, 120, 140, 140])
+
+
+def test_what_is_served_or_completed_after_the_duration_is_not_of_it() -> None:
+    rows = [
+        Row(0.0, "bulk", "a", 100, 40, "e", 0.0, 2.0, 12.0, "completed"),
+        Row(0.0, "bulk", "b", 100, 40, "e", 0.0, 2.0, 7.0, "completed"),
+        Row(0.0, "bulk", "c", 100, 40, "", None, None, 7.0, "unfinished"),
+        Row(0.0, "bulk", "b", 100, 40, "e", 0.0, 2.0, 7.0, "engine_failed"),
+    ]
+
+    found = figures(Played(rows, energy_j=400.0, end_s=7.0), POLICY, duration_s=7.0)
+
+    assert found.bulk_tokens_per_s == pytest.approx((120 + 140 + 140) / 7)
+    assert (found.bulk_completed, found.failed) == (1, 1)
+    assert found.joules_per_token == pytest.approx(1.0)
+    assert found.jain == pytest.approx(400**2 / (3 * (120**2 + 280**2))), "c was never served"
 
 
 def test_the_objective_grows_with_the_prompt() -> None:
@@ -134,6 +159,7 @@ def test_jain_is_one_when_even_and_one_over_n_when_one_has_all() -> None:
     assert jain({"a": 5, "b": 5, "c": 5}) == pytest.approx(1.0)
     assert jain({"a": 5, "b": 0, "c": 0}) == pytest.approx(1 / 3)
     assert jain({}) is None
+    assert jain({"a": 5}) is None, "nobody to be fair to"
 
 
 # -- pictures

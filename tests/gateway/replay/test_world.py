@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from gateway.replay.figures import figures
 from gateway.replay.host import EngineSpec
 from gateway.replay.rows import COMPLETED, UNFINISHED
 from gateway.replay.trace import Request, read_trace, segment
-from gateway.replay.world import Backlog, Plan, Played, replay
+from gateway.replay.world import WAITING, Backlog, Course, Plan, Played, World, replay
 from policies import sizing, vocabulary
 from policies.document import parse
 from policies.limits import LIMITS
@@ -111,9 +111,77 @@ def test_a_backlog_keeps_its_window_full_and_ends_with_the_run() -> None:
     bulk = [row for row in played.rows if row.class_name == "bulk"]
     full = [seen.in_flight.get("bulk") for seen in played.seen if 1 < seen.at_s < 60]
     assert set(full) == {7}
-    assert sum(row.outcome == UNFINISHED for row in bulk) == 7
+    unfinished = [row for row in bulk if row.outcome == UNFINISHED]
+    assert sum(row.sent_s is not None for row in unfinished) == 7
+    assert sum(row.sent_s is None for row in unfinished) == WAITING
     assert all(row.end_s <= 60.0 + 1e-6 for row in bulk)
     assert sum(row.class_name == "interactive" for row in played.rows) == len(plan.requests)
+
+
+def test_who_leaves_the_backlog_is_followed_by_another_of_the_tenant() -> None:
+    """An order that serves one tenant alone leaves the others with what they had: it cannot look fair."""
+    backlog = replace(BULK, tenants=("a", "b", "c"))
+    only = parse(
+        """
+version: 1
+classes: {interactive: {ttft_sla_s: 1.0}, bulk: {max_age_s: null, min_share: 0}}
+tenants: {a: {weight: 1000}, b: {weight: 0.001}, c: {weight: 0.001}}
+sizing: {policy: fixed, fixed: {total: 9, windows: {interactive: 9, bulk: 8}}}
+""",
+        "test.yaml",
+    )
+
+    fair, unfair = (
+        figures(replay(Plan(ENGINE, one, [], backlog=backlog, duration_s=30.0), QUIET), one, duration_s=30.0)
+        for one in (policy(bulk=8), only)
+    )
+
+    assert (fair.jain or 0) > 0.95
+    assert (unfair.jain or 0) < 0.5
+
+
+def watched(plan: Plan, look: Callable[[Course], object]) -> Played:
+    """Play a plan under fixed windows and look at everything that is on its way, once a second."""
+    worlds: list[World] = []
+
+    class Windows(FixedLimits):
+        def __init__(self, world: World) -> None:
+            super().__init__(world.plan.policy)
+            worlds.append(world)
+
+    def on_time(_now_s: float) -> None:
+        for course in worlds[0].courses.values():
+            look(course)
+
+    return replay(replace(plan, privileged=Windows, on_time=on_time), QUIET)
+
+
+@pytest.mark.parametrize(("whole", "told"), [(True, (False, True)), (False, (True, False))])
+def test_answers_told_whole_show_nothing_before_their_end_and_can_be_given_up_until_then(
+    *, whole: bool, told: tuple[bool, bool]
+) -> None:
+    plan = Plan(ENGINE, policy(bulk=2), [], Backlog([(500, 4000)]), 5.0, whole_bulk=whole)
+    seen: set[tuple[bool, bool]] = set()
+
+    def look(course: Course) -> None:
+        if course.attempt is not None and course.first_token_s is not None:
+            seen.add((course.attempt.output_tokens > 0, course.attempt.recallable))
+
+    watched(plan, look)
+
+    assert seen == {told}
+
+
+def test_estimates_of_prompts_may_be_off_and_the_engine_knows_better() -> None:
+    plan = Plan(ENGINE, policy(), conversation(60), estimate_error=0.3)
+    ratios: list[float] = []
+
+    played = watched(plan, lambda one: ratios.append(one.work.prompt_tokens / one.request.prompt_tokens))
+
+    assert min(ratios) < 0.8
+    assert max(ratios) > 1.2
+    assert all(0.69 < one < 1.31 for one in ratios)
+    assert sorted(row.prompt_tokens for row in played.rows) == sorted(one.prompt_tokens for one in plan.requests)
 
 
 def test_cached_prompt_tokens_are_not_computed_again() -> None:
