@@ -3,8 +3,9 @@
 The ledger runs ahead of telemetry and knows only what we sent. What it does not know is slow: prompts that share a prefix
 make it too high, traffic that is not ours too low. So telemetry corrects an offset, smoothed, and never the sum itself.
 
-A prompt that is not prefilled yet is in the ledger and not in the engine, so the two are compared without pending prompts;
-and as of the moment of the poll, for which the ledger's last sums are kept.
+A prompt without a first token is in the ledger, and in the engine in part, or as a whole where the answer shows nothing
+before its end. So the ledger is off only by what lies outside of its sums without and with such prompts; and it is compared
+as of the moment of the poll, for which its last sums are kept.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class OffsetFilter:
         self.offset_tokens = 0.0
         self.period_s = 0.5
         self._taken_s: float | None = None
-        self._sums: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        self._sums: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
 
-    def tick(self, held_tokens: float, now_s: float) -> None:
-        """Note what the ledger holds now, without pending prompts."""
-        self._sums.append((now_s, held_tokens))
+    def tick(self, held_tokens: float, now_s: float, pending_tokens: float = 0.0) -> None:
+        """Note what the ledger holds now, pending prompts included."""
+        self._sums.append((now_s, held_tokens - pending_tokens, held_tokens))
 
     def polled(self, used_tokens: float, taken_s: float) -> bool:
         """Take in a poll, of pool time `taken_s`. False for one that was seen before."""
@@ -40,8 +41,9 @@ class OffsetFilter:
             self.period_s += WEIGHT * (min(since_s, 2 * self.period_s) - self.period_s)
         self._taken_s = taken_s
         if self._sums:
-            held = min(self._sums, key=lambda one: abs(one[0] - taken_s))[1]
-            self.offset_tokens += WEIGHT * (used_tokens - held - self.offset_tokens)
+            _, least, most = min(self._sums, key=lambda one: abs(one[0] - taken_s))
+            beyond = used_tokens - self.offset_tokens
+            self.offset_tokens += WEIGHT * (beyond - min(max(beyond, least), most))
         return True
 
     def used_tokens(self, ledger_tokens: float, capacity_tokens: float) -> float:

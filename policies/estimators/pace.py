@@ -6,12 +6,17 @@ ATTENTION_TOKENS costs half as much again as its tokens alone.
 A single first token says little: it waited for a step under way and for prompts before it. So tokens are counted from the
 moment at which an idle engine is sent a prompt, in stretches of STRETCH_S at least, or until nothing is pending; and a
 stretch is believed by its tokens, since a short one is mostly the engine's steps. Independent of the sizing policy in force.
+
+An answer that is told whole shows no first token before its end. So a prompt is pending until its first token, and at most for
+TAKEN_IN_FACTOR times what was predicted when it was sent, behind what was pending then. One that shows its first token later
+than that says how slow the engine has become.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 ATTENTION_TOKENS = 32_768
 """Tokens before a token at which attention costs what everything else does. By the measured profiles 10,000 to 30,000 for
@@ -22,65 +27,132 @@ BELIEVED_TOKENS = 20_000
 """A stretch of so many tokens counts as much as all before it."""
 
 
+TAKEN_IN_FACTOR = 2.0
+"""Predictions are off by less, nearly always, where an answer streams; it would be pending for that much too long at most."""
+
+AttemptKey = tuple[str, int]
+
+
 def prefill_tokens(prompt_tokens: int) -> float:
     """How many first tokens of a prompt take as long as all of this one."""
     return prompt_tokens * (1 + prompt_tokens / (2 * ATTENTION_TOKENS))
 
 
 @dataclass(slots=True)
+class _Prompt:
+    """One without a first token. tokens: its `prefill_tokens`; behind: those that were pending when it was sent, its own
+    included; taken_in: by the prediction, at least."""
+
+    engine: str
+    prompt_tokens: int
+    tokens: float
+    behind: float
+    sent_s: float
+    taken_in: bool = False
+
+
+@dataclass(slots=True)
 class _Engine:
+    """since_s, pending, tokens: of the stretch under way; ahead: `prefill_tokens` that are pending; prompt_tokens: of all
+    prompts without a first token; due: when a prompt will have been taken in."""
+
     since_s: float = 0.0
     pending: int = 0
     tokens: float = 0.0
     seconds: float | None = None
+    ahead: float = 0.0
+    prompt_tokens: int = 0
+    due: list[tuple[float, AttemptKey]] = field(default_factory=list)
+
+    def believe(self, passed_s: float, tokens: float) -> None:
+        """So many tokens took so long."""
+        if passed_s > 0 and tokens >= LEAST_TOKENS:
+            seconds, weight = passed_s / tokens, tokens / (tokens + BELIEVED_TOKENS)
+            self.seconds = seconds if self.seconds is None else self.seconds + weight * (seconds - self.seconds)
+
+    def leaves(self, prompt: _Prompt) -> None:
+        """A prompt is pending no more."""
+        self.pending -= 1
+        self.ahead = self.ahead - prompt.tokens if self.pending else 0.0
 
 
 class Pace:
     """See the module header. One per pool, its owner is the dispatcher."""
 
-    __slots__ = ("_engines", "_pending")
+    __slots__ = ("_engines", "_prompts")
 
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = {}
-        self._pending: dict[tuple[str, int], tuple[str, float]] = {}
+        self._prompts: dict[AttemptKey, _Prompt] = {}
 
     def granted(self, engine: str, work_id: str, attempt: int, prompt_tokens: int, now_s: float) -> None:
         """An attempt was sent."""
         one = self._engines.get(engine)
         if one is None:
             one = self._engines[engine] = _Engine()
+        self._take_in(one, now_s)
         if not one.pending:
             one.since_s, one.tokens = now_s, 0.0
+        tokens = prefill_tokens(prompt_tokens)
         one.pending += 1
-        self._pending[work_id, attempt] = engine, prefill_tokens(prompt_tokens)
+        one.ahead += tokens
+        one.prompt_tokens += prompt_tokens
+        key = work_id, attempt
+        self._prompts[key] = _Prompt(engine, prompt_tokens, tokens, one.ahead, now_s)
+        if one.seconds is not None:
+            heappush(one.due, (now_s + TAKEN_IN_FACTOR * one.seconds * one.ahead, key))
 
     def first_token(self, work_id: str, attempt: int, now_s: float) -> None:
         """An attempt's prompt has been taken in."""
-        engine, tokens = self._pending.pop((work_id, attempt), ("", 0.0))
-        if not engine:
+        prompt = self._pop((work_id, attempt))
+        if prompt is None:
             return
-        one = self._engines[engine]
-        one.pending -= 1
+        one = self._engines[prompt.engine]
+        if prompt.taken_in:
+            one.believe(now_s - prompt.sent_s, prompt.behind)
+            return
+        one.leaves(prompt)
         if one.since_s == math.inf:
             one.since_s = now_s
             return
-        one.tokens += tokens
+        one.tokens += prompt.tokens
         passed_s = now_s - one.since_s
         if one.pending and passed_s < STRETCH_S:
             return
-        if passed_s > 0 and one.tokens >= LEAST_TOKENS:
-            seconds = passed_s / one.tokens
-            weight = one.tokens / (one.tokens + BELIEVED_TOKENS)
-            one.seconds = seconds if one.seconds is None else one.seconds + weight * (seconds - one.seconds)
+        one.believe(passed_s, one.tokens)
         one.since_s, one.tokens = now_s, 0.0
 
     def ended(self, work_id: str, attempt: int) -> None:
         """An attempt is over. One that showed no first token says nothing, and neither does the stretch it was in."""
-        engine, _ = self._pending.pop((work_id, attempt), ("", 0.0))
-        if engine:
-            one = self._engines[engine]
-            one.pending -= 1
+        prompt = self._pop((work_id, attempt))
+        if prompt is not None and not prompt.taken_in:
+            one = self._engines[prompt.engine]
+            one.leaves(prompt)
             one.since_s, one.tokens = math.inf, 0.0
+
+    def ahead_tokens(self, engine: str, prompt_tokens: int, now_s: float) -> float:
+        """What an engine has still to take in, in `prefill_tokens`. prompt_tokens: of all prompts there without a first token;
+        what of them was not told here prompt by prompt counts as it is."""
+        one = self._engines.get(engine)
+        if one is None:
+            return prompt_tokens
+        self._take_in(one, now_s)
+        return one.ahead + max(0, prompt_tokens - one.prompt_tokens)
+
+    def _take_in(self, one: _Engine, now_s: float) -> None:
+        """Count prompts as taken in whose time is over."""
+        while one.due and one.due[0][0] <= now_s:
+            prompt = self._prompts.get(heappop(one.due)[1])
+            if prompt is not None and not prompt.taken_in:
+                prompt.taken_in = True
+                one.tokens += prompt.tokens
+                one.leaves(prompt)
+
+    def _pop(self, key: AttemptKey) -> _Prompt | None:
+        prompt = self._prompts.pop(key, None)
+        if prompt is not None:
+            self._engines[prompt.engine].prompt_tokens -= prompt.prompt_tokens
+        return prompt
 
     def seconds_per_token(self, engine: str) -> float | None:
         """Of `prefill_tokens`; None while nothing is known of the engine."""

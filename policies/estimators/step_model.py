@@ -2,8 +2,8 @@
 
 Learned online, since a profile of another machine is wrong by half: recursive least squares over what a gateway sees, the
 gaps between tokens and the times to first tokens. Observations are weighed by their size (a relative error counts), old
-ones fade (FORGETTING), wild ones are left out (beyond REJECT_MAD median absolute deviations), and nothing may become
-negative. The start is a prior for an engine of unknown speed; a ridge holds every coefficient to it for ever, so that
+ones fade (FORGETTING), wild ones are left out (beyond REJECT_MAD median absolute deviations of the ratio's logarithm), and
+nothing may become negative. The start is a prior for an engine of unknown speed; a ridge holds every coefficient to it for ever, so that
 what was never excited stays there and works of one kind, in which two columns move together, share by the prior's ratio.
 
 The recursion is kept as its normal equations, in units of the prior, and solved anew for each observation: the usual one,
@@ -30,7 +30,7 @@ RIDGE = 0.05
 UNKNOWN_ERROR = 0.7
 """Relative error of predictions from the prior alone."""
 FORGETTING = 0.995
-REJECT_MAD = 6.0
+REJECT_MAD = 10.0
 ERRORS_KEPT = 64
 LEAST_ERRORS = 12
 LEAST_MAD = 0.05
@@ -141,7 +141,7 @@ class StepModel:
         if not self.sure or self._rejected >= MOST_REJECTED:
             self._rejected = 0
             return False
-        # By the logarithm of the ratio: a relative error is below 1, so that no error would be six times a median of 1/6.
+        # By the logarithm of the ratio: a relative error is below 1, so that no error would be ten times a median of 1/10.
         if -math.log1p(-error) > REJECT_MAD * max(LEAST_MAD, -math.log1p(-self.error)):
             self._rejected += 1
             return True

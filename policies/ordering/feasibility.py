@@ -100,13 +100,14 @@ class Outlook:
         """due: by deadline. For each model its engines are one server of their joint speed."""
         self._now_s = now_s
         per_s: dict[str, float] = {}
-        pending: dict[str, int] = {}
+        pending: dict[str, float] = {}
         for view in engines:
             each_s = pace.seconds_per_token(view.name)
             if view.state is EngineState.UP and each_s:
+                ahead = pace.ahead_tokens(view.name, view.prefill_tokens, now_s)
                 for model in view.models:
                     per_s[model] = per_s.get(model, 0.0) + 1 / each_s
-                    pending[model] = pending.get(model, 0) + view.prefill_tokens
+                    pending[model] = pending.get(model, 0.0) + ahead
         self._per_token_s = {model: 1 / rate for model, rate in per_s.items()}
         ahead_s = {model: pending[model] / rate for model, rate in per_s.items()}
         self.triage = triage(due, self._per_token_s, ahead_s, now_s)

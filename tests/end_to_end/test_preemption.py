@@ -11,22 +11,25 @@ from tests.end_to_end.dialects import CHAT
 from tests.end_to_end.scripted_engine import Asked, ScriptedEngine, Wire, answer, hello
 from tests.gateway.ingress.raw_client import RawClient
 
-# Five seconds: the ledger believes only after one that the prompt of an answer that shows nothing yet is in memory, and a work
-# that is late by then takes nobody's place (docs/decisions/0025).
 POLICY = """\
 version: 1
 classes:
-  interactive: {ttft_sla_s: 5.0}
+  interactive: {ttft_sla_s: 1.0}
   bulk: {}
 sizing: {policy: token_ledger}
 """
 CAPACITY_TOKENS = 16 * 250
-METRICS = f"""\
+
+
+def page(used_fraction: float) -> str:
+    return f"""\
 vllm:num_requests_running{{engine="0",model_name="{CHAT.model}"}} 1.0
 vllm:num_requests_waiting{{engine="0",model_name="{CHAT.model}"}} 0.0
-vllm:kv_cache_usage_perc{{engine="0",model_name="{CHAT.model}"}} 0.8
+vllm:kv_cache_usage_perc{{engine="0",model_name="{CHAT.model}"}} {used_fraction}
 vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="{CAPACITY_TOKENS // 16}"}} 1.0
 """
+
+
 LONG = [{"role": "user", "content": "word " * 3000}]
 
 
@@ -43,12 +46,16 @@ async def test_running_bulk_gives_way_to_a_request_that_waits_for_memory_and_is_
             await hello(asked, wire)
             return
         tries += 1
+        engine.metrics = page(0.8)  # its prompt is in memory long before anything shows
         running.set()
         if tries == 1:
             await wire.gone.wait()
         await answer(200, CHAT.whole("late"))(asked, wire)
 
-    async with ScriptedEngine(play=play, models=[CHAT.model], metrics=METRICS) as engine, AsyncExitStack() as stack:
+    async with (
+        ScriptedEngine(play=play, models=[CHAT.model], metrics=page(0.0)) as engine,
+        AsyncExitStack() as stack,
+    ):
         config = f"{engines_yaml(engine)}policy_file: {tmp_path / 'policy.yaml'}\npoll_s: 0.2\n"
         gateway = await stack.enter_async_context(start_gateway(config))
         bulk, chat = [await stack.enter_async_context(RawClient(gateway.port, wait_s=30)) for _ in range(2)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.dispatching import plan_round
-from policies.estimators.pace import ATTENTION_TOKENS, Pace, prefill_tokens
+from policies.estimators.pace import ATTENTION_TOKENS, TAKEN_IN_FACTOR, Pace, prefill_tokens
 from policies.limits import LIMITS
 from policies.ordering.feasibility import SPARE, STRETCH, Outlook, triage
 from policies.ordering.shedding import SHARE_BY_SIZE, Infeasible, Shedding
@@ -126,6 +126,65 @@ def test_a_short_prompt_or_one_that_came_to_nothing_teaches_no_pace() -> None:
     pace.first_token("kept", 1, NOW_S + 9)
 
     assert pace.seconds_per_token("e0") is None
+
+
+def test_a_prompt_whose_answer_shows_nothing_is_pending_until_its_predicted_time_is_over() -> None:
+    pace = paced()
+    each_s = pace.seconds_per_token("e0")
+    assert each_s is not None
+    for number in range(2):
+        pace.granted("e0", f"whole{number}", 1, 1000, NOW_S)
+    tokens = prefill_tokens(1000)
+
+    ahead = [
+        pace.ahead_tokens("e0", 2500, NOW_S + TAKEN_IN_FACTOR * factor * tokens * each_s) for factor in (0.9, 1.1, 2.1)
+    ]
+
+    assert ahead == pytest.approx([2 * tokens + 500, tokens + 500, 500])  # 500 tokens are known by their sum only
+
+
+def test_whole_answers_make_no_engine_slower_than_it_is() -> None:
+    pace = paced()
+    before = pace.seconds_per_token("e0")
+    assert before is not None
+    pace.granted("e0", "whole", 1, 1000, NOW_S)
+    for number in range(20):
+        at_s = NOW_S + 10 * (1 + number)
+        pace.granted("e0", f"s{number}", 1, 1000, at_s)
+        pace.first_token(f"s{number}", 1, at_s + before * prefill_tokens(1000))
+    pace.ended("whole", 1)
+
+    assert pace.seconds_per_token("e0") == pytest.approx(before)
+    assert pace.ahead_tokens("e0", 0, NOW_S + 300) == 0
+
+
+def test_an_engine_that_became_slower_than_every_prediction_is_believed() -> None:
+    pace = paced()
+    before = pace.seconds_per_token("e0")
+    assert before is not None
+    for number in range(60):
+        at_s = NOW_S + 100 * number
+        for part in range(2):
+            pace.granted("e0", f"s{number}.{part}", 1, 4000, at_s + 10 * part)
+        for part in range(2):
+            pace.first_token(f"s{number}.{part}", 1, at_s + 10 * part + 8 * before * prefill_tokens(4000))
+
+    found = pace.seconds_per_token("e0")
+    assert found is not None
+    assert found > 4 * before
+
+
+@pytest.mark.parametrize(("since_s", "refused_"), [(10.0, 1), (600.0, 0)])
+def test_bulk_that_runs_whole_makes_a_class_refuse_works_only_while_it_is_taken_in(
+    since_s: float, refused_: int
+) -> None:
+    pace, asked = paced(), due(0, prompt_tokens=300, within_s=1.0)
+    for number in range(30):
+        pace.granted("e0", f"whole{number}", 1, 3000, NOW_S - since_s)
+
+    outlook = Outlook([asked], [engine(prefill_tokens=30 * 3000)], pace, NOW_S)
+
+    assert len(Shedding().refusals(outlook, SHEDS, NOW_S)) == refused_
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def test_answers_that_show_nothing_before_their_end_do_not_fill_the_pipe_for_eve
         ledger.on_event(Granted(one, "e0", 1), NOW_S)
     view = told({"chat": 2}, kv_tokens=6000, prefill_tokens=6000)
     admitted = []
-    for at_s in (0.5, 5.0):
+    for at_s in (0.25, 5.0):
         ledger.on_event(Progressed("e0", [Running(one, 1, 0, False) for one in some]), NOW_S + at_s)
         ledger.on_event(Sampled(view), NOW_S + at_s)
         admitted.append(ledger.admit(work("x", "chat", prompt_tokens=3000), view, NOW_S + at_s).admitted)

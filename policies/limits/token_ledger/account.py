@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from policies.estimators.offset import OffsetFilter
+from policies.estimators.pace import TAKEN_IN_FACTOR
 from policies.estimators.step_model import StepModel
 from policies.estimators.survival import HORIZONS, Key, Lengths, levels
 from policies.sizing import FirstToken, Running
@@ -32,9 +33,6 @@ LEAST_STEPS = 4.0
 SPLIT_SHARE = 0.3
 """Of the prompts taken in during a window, at most so much may have been pending at its ends: what part of those was taken
 in meanwhile nobody knows."""
-UNSEEN_S = 1.0
-UNSEEN_FACTOR = 3.0
-"""A first token so much later than predicted, and than UNSEEN_S, has been made and was not shown."""
 PEAK_KEPT_S = 600
 """Seconds of which the peak of the urgent classes' memory is remembered."""
 FIRST_TOKENS_S = 10.0
@@ -300,7 +298,7 @@ class Account:
             entry.prefilled = one.prefilled
             if not one.prefilled:
                 waited_s, first_s = now_s - entry.granted_s, self.step.ttft_s(*entry.behind)
-                entry.assumed = waited_s > UNSEEN_S and waited_s > UNSEEN_FACTOR * first_s
+                entry.assumed = waited_s > TAKEN_IN_FACTOR * first_s
                 if entry.assumed and not one.shown_tokens:
                     entry.shown_tokens = self._unseen_tokens(one.work, waited_s - first_s)
             entries[key] = entry

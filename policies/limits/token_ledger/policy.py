@@ -433,7 +433,7 @@ class _Engine:
         self.found_seats.hear(view, now_s)
         # Prompts that must have been taken in, though their answers show nothing yet, are in the engine's memory.
         pending = max(0, view.prefill_tokens - self.account.sums.assumed)
-        self.account.offset.tick(view.kv_tokens - pending, now_s)
+        self.account.offset.tick(view.kv_tokens, now_s, pending)
         if used.known and used.value is not None and self.capacity_tokens is not None:
             self.account.offset.polled(used.value * self.capacity_tokens, now_s - age_s)
         self._count_preemptions(view)

@@ -37,6 +37,15 @@ def test_a_poll_is_compared_with_the_ledger_of_its_time_and_counts_once() -> Non
     assert offset.offset_tokens == 0
 
 
+def test_prompts_without_a_first_token_are_neither_foreign_nor_shared_wherever_they_are() -> None:
+    offset = OffsetFilter()
+    for poll, used in enumerate((10_000, 13_000, 18_000, 18_000)):
+        offset.tick(18_000, float(poll), 8_000)
+        offset.polled(used, float(poll))
+
+    assert offset.offset_tokens == 0
+
+
 def test_the_polling_period_is_found_out() -> None:
     offset = OffsetFilter()
     for poll in range(40):
