@@ -208,22 +208,23 @@ class Presence:
         if self._clock.error_s == math.inf:
             await self._correct_clock()
         self._changed.clear()
-        sent_s, now_ms = self._clock.now_s(), self.now_ms()
-        valid_for_ms = int(SESSION_VALID_S * 1000)
-        renewed = await self._queue.renew_session(
-            self.session, now_ms=now_ms, valid_for_ms=valid_for_ms, report=self._report(), ring=ring
-        )
-        if renewed is None:
+        if not await self._renewed(ring=ring):
             self.session = Session(self.session.id, self.session.epoch + 1)
             self._on_registered()
-            sent_s, now_ms = self._clock.now_s(), self.now_ms()
-            renewed = await self._queue.renew_session(
-                self.session, now_ms=now_ms, valid_for_ms=valid_for_ms, report=self._report()
-            )
+            await self._renewed(ring=False)
+
+    async def _renewed(self, *, ring: bool) -> bool:
+        """Renew the session in force, or register a new one; False: the store has swept or forgotten it."""
+        sent_s, now_ms = self._clock.now_s(), self.now_ms()
+        renewed = await self._queue.renew_session(
+            self.session, now_ms=now_ms, valid_for_ms=int(SESSION_VALID_S * 1000), report=self._report(), ring=ring
+        )
         self.round_trip_s = self._clock.now_s() - sent_s
-        if renewed is not None:
-            self._session_until_s = sent_s + SESSION_VALID_S * _SAFETY
-            self._on_renewed(renewed, sent_s, now_ms)
+        if renewed is None:
+            return False
+        self._session_until_s = sent_s + SESSION_VALID_S * _SAFETY
+        self._on_renewed(renewed, sent_s, now_ms)
+        return True
 
     async def _lead(self, *, lapsed: bool) -> None:
         sent_s, sent_ms = self._clock.now_s(), self.now_ms()

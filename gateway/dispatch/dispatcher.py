@@ -12,7 +12,7 @@ before, this process's own as well as any other's, so that a successor never fin
 One exists in every process of the pool. Only the leader's decides; the others' keep count of their own attempts.
 
 Wake-ups: the pool's bell, a freed place, an engine that came up, and every TICK_S while anything waits (guards that
-depend on time alone, lost bells). A round that cannot reach the queue leaves everything where it is.
+depend on time alone) or other processes may have what waits (lost bells). A round that cannot reach the queue leaves everything where it is.
 """
 
 from __future__ import annotations
@@ -539,7 +539,10 @@ class Dispatcher:
                 running = self._ledger[view.name].progress() + self._steward.running(view.name)
                 self._sizing.on_event(Progressed(view.name, running), now_s)
                 self._sizing.on_event(Sampled(view, queued, late), now_s)
-            self.wake_if_waiting()
+            if self._presence.sole or not self._presence.leads:
+                self.wake_if_waiting()
+            else:  # a bell that was lost has told us of nothing
+                self.wake()
             if not self._presence.sole:
                 try:
                     async with self._deciding:

@@ -10,7 +10,8 @@ and on a timer. An epoch below the highest seen and a grant that has expired are
 cannot be reached nobody grants: then what waits here starts on the share that this process keeps, earliest rank first.
 
 One writer: the process itself. Removals are gathered and retried until the store has taken them or the session that
-wrote them is gone, so that a cancelled client never leaves an entry behind.
+wrote them is gone, so that a cancelled client never leaves an entry behind. While SETTLE_MAX of them wait, nothing new is
+written: what waits already, or runs, is kept, and what comes is kept back until the store answers again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from policies.vocabulary import Grant, Outcome, Work
 RECONCILE_S = 1.0
 TAKE_S = 0.25
 SETTLE_BATCH = 512
+SETTLE_MAX = 65_536
+"""Works that have ended and that the store has not been told of; some 10 MB, written within seconds once it answers."""
 STORE_PATIENCE_S = 5.0
 STORE_RETRY_S = 0.2
 
@@ -77,15 +80,14 @@ class Owner:
         "_dispatcher",
         "_entries",
         "_grants_seen",
-        "_outages",
         "_presence",
         "_queue",
-        "_rebuild",
         "_refused",
         "_registered_anew",
         "_settle",
         "_settle_soon",
         "_waiting",
+        "_written_at",
     )
 
     def __init__(self, queue: Queue, batcher: Batcher, presence: Presence, clock: Clock) -> None:
@@ -100,8 +102,7 @@ class Owner:
         self._settle_soon = asyncio.Event()
         self._bell = asyncio.Event()
         self._grants_seen = 0
-        self._rebuild = False
-        self._outages = 0
+        self._written_at = self._losses()
         self._refused: dict[str, tuple[Work, int]] = {}
         self._registered_anew = asyncio.Event()
 
@@ -183,10 +184,10 @@ class Owner:
         return self._dispatcher.report(self._grants_seen)
 
     def registered(self) -> None:
-        """Our session is a new one: the store has swept or forgotten what the old one wrote; write it again."""
+        """Our session is a new one: the store has swept or forgotten what the old one wrote, also what was to be removed."""
         self._grants_seen = 0
-        self._rebuild = True
         self._refused.clear()
+        self._settle.clear()
         self._registered_anew.set()
 
     async def run(self) -> None:
@@ -246,45 +247,45 @@ class Owner:
             waiter.entering = None
 
     async def _enter(self, work: Work, max_queue: Mapping[str, int]) -> None:
-        if work.id in self._entries:
+        """Write a work, with patience for a store that is being restarted or replaced; without end while its turn on our
+        share may come. Raises QueueFull, and QueueUnavailable when the patience is over."""
+        assert self._dispatcher is not None
+        give_up_s = self._clock.now_s() + STORE_PATIENCE_S
+        while True:
+            try:
+                async with asyncio.timeout(give_up_s - self._clock.now_s()):
+                    return await self._write(work, max_queue)
+            except QueueUnavailable as error:
+                reason = str(error)
+                if isinstance(error, SessionLost):
+                    self._presence.hurry()  # it registers another, once for all that were told so
+            except TimeoutError:
+                reason = f"queue store did not take the work within {STORE_PATIENCE_S:g} s"
+            if self._clock.now_s() >= give_up_s:
+                if not self._dispatcher.has_share(work):
+                    raise QueueUnavailable(reason)
+                give_up_s = self._clock.now_s() + STORE_PATIENCE_S
+            await asyncio.sleep(STORE_RETRY_S)
+
+    async def _write(self, work: Work, max_queue: Mapping[str, int]) -> None:
+        """One try to have the work wait in the store: back at its place there after an attempt, or as a new one."""
+        known = work.id in self._entries
+        if known and work.attempt:
             (back,) = await self._queue.requeue_many(
                 [work], session=self._presence.session, now_ms=self._presence.now_ms()
             )
             if back:
                 return
+        if not known and len(self._settle) >= SETTLE_MAX:
+            raise QueueUnavailable(f"queue store is to be told of {SETTLE_MAX} ended works first: it takes no new ones")
         self._entries[work.id] = work.attempt
-        try:
-            answer, sure = await self._enqueued(work, max_queue)
-        except SessionLost:
-            await self._presence.beat()
-            self._entries[work.id] = work.attempt
-            answer, sure = await self._enqueued(work, max_queue)
-        if answer is not Enqueued.QUEUED and sure:
+        answer = await self._batcher.enqueue(work, max_queue=max_queue)
+        if answer is not Enqueued.QUEUED and not known:
             del self._entries[work.id]  # else it is settled: an earlier call may arrive late and find room
         if answer is Enqueued.FULL:
             raise QueueFull(work.class_name)
         if answer is Enqueued.TAKEN:
             raise QueueUnavailable(f"work {work.id}: another session holds it; it will be swept, try again")
-
-    async def _enqueued(self, work: Work, max_queue: Mapping[str, int]) -> tuple[Enqueued, bool]:
-        """Enqueue, with patience for a store that is being restarted or replaced; without end for a work whose turn on
-        our share may come.
-
-        Returns the answer, and whether it is that of the only call. Raises SessionLost, QueueUnavailable.
-        """
-        assert self._dispatcher is not None
-        give_up_s = self._clock.now_s() + STORE_PATIENCE_S
-        sure = True
-        while True:
-            try:
-                return await self._batcher.enqueue(work, max_queue=max_queue), sure
-            except SessionLost:
-                raise
-            except QueueUnavailable:
-                sure = False
-                if self._clock.now_s() >= give_up_s and not self._dispatcher.has_share(work):
-                    raise
-                await asyncio.sleep(STORE_RETRY_S)
 
     def _forget(self, work_id: str) -> None:
         attempt = self._entries.pop(work_id, None)
@@ -322,12 +323,11 @@ class Owner:
     async def _take_forever(self) -> None:
         """Read grants on the bell, and on a timer while something waits, since a bell may be lost."""
         while True:
-            timer_s = TAKE_S if self._waiting else None
-            try:
-                async with asyncio.timeout(timer_s):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TAKE_S):
                     await self._bell.wait()
-            except TimeoutError:
-                pass
+            if not (self._bell.is_set() or self._waiting):
+                continue
             self._bell.clear()
             try:
                 await self._take_grants()
@@ -387,21 +387,25 @@ class Owner:
         """Write again what the store forgot."""
         assert self._dispatcher is not None
         now_s = self._clock.pool_s()
-        waiting = [one.work for one in self._waiting.values() if not one.granted.done()]
+        waiting = [
+            one.work for one in self._waiting.values() if one.work.id in self._entries and not one.granted.done()
+        ]
         old = [work for work in waiting if now_s - work.accepted_s > RECONCILE_S]
-        outages = self._presence.outages
-        rebuild = self._rebuild or outages != self._outages
+        losses = self._losses()
+        rebuild = losses != self._written_at
         if rebuild or (self._presence.leads and len(old) > self._dispatcher.depth_seen):
             await self._write_again(waiting if rebuild else old)
-            self._rebuild, self._outages = False, outages
+            self._written_at = losses  # of before: what was lost meanwhile is written again the next time
+
+    def _losses(self) -> tuple[int, int]:
+        """Changes each time the store may have lost what waits: with another session, and after an outage."""
+        return self._presence.session.epoch, self._presence.outages
 
     async def _write_again(self, works: Sequence[Work]) -> None:
         """Enqueue is idempotent: works that the store still has answer QUEUED and change nothing."""
         for start in range(0, len(works), SETTLE_BATCH):
             batch = [work for work in works[start : start + SETTLE_BATCH] if work.id in self._waiting]
             unbounded = {work.class_name: NO_BOUND for work in batch}
-            for work in batch:
-                self._entries.setdefault(work.id, work.attempt)
             await self._queue.enqueue_many(
                 batch, session=self._presence.session, max_queue=unbounded, now_ms=self._presence.now_ms()
             )

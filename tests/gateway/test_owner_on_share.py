@@ -13,7 +13,7 @@ import pytest
 from gateway.clock import PoolClock
 from gateway.dispatch import owner as owner_module
 from gateway.dispatch.owner import STORE_PATIENCE_S, Owner
-from gateway.queue.base import QueueUnavailable
+from gateway.queue.base import QueueUnavailable, Session
 from policies.vocabulary import Grant, Outcome, Work
 
 BOUNDS = {"chat": 100}
@@ -57,7 +57,8 @@ class Unreachable:
 
 
 def owner_with(share: Share, *, failing: bool = True) -> tuple[Owner, SimpleNamespace]:
-    presence = SimpleNamespace(failing=failing, leads=False, sole=False, outages=0)
+    session = Session("me", 1)
+    presence = SimpleNamespace(failing=failing, leads=False, sole=False, outages=0, session=session)
     batcher: Any = Unreachable()
     queue: Any = None
     dispatcher: Any = share

@@ -215,8 +215,8 @@ PROCESS_MUTANTS = (
     ),
     Mutant(
         "an enqueue that was refused is not settled",
-        OWNER + "_enter",
-        "answer is not Enqueued.QUEUED and sure",
+        OWNER + "_write",
+        "answer is not Enqueued.QUEUED and not known",
         "answer is not Enqueued.QUEUED",
         Invariant.NOT_FORGOTTEN,
         0,
@@ -224,9 +224,9 @@ PROCESS_MUTANTS = (
     ),
     Mutant(
         "what a lost session wrote is not written again",
-        OWNER + "registered",
-        "self._rebuild = True",
-        "pass",
+        OWNER + "_losses",
+        "self._presence.session.epoch",
+        "0",
         Invariant.NOT_FORGOTTEN,
         0,
         "stopped_owner",
