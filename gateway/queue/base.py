@@ -310,7 +310,7 @@ class Standing:
 class Expired:
     """What expire_sessions did: works put back (blob) and works whose owner is gone (settled).
 
-    A work put back has no owner: it is claimed for the `runner` of claim_many, or adopted by whoever enqueues it again.
+    A work put back has no owner: it waits to be adopted by whoever enqueues it again.
     sessions   that did not renew; end_session answers with its own, and expire_sessions is not told of that one: a
                session that was ended holds nothing any more, while one that was swept may be alive and cut off
     ended      told by expire_sessions: those that were ended, by themselves or by who knows that they are gone
@@ -372,13 +372,9 @@ class Queue(Protocol):
         that class's tenants round-robin so that none is hidden behind another."""
         ...
 
-    async def claim_many(
-        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
-    ) -> list[Claimed | None]:
-        """Leader: waiting -> granted. None: no longer waiting (cancelled, taken) or the epoch is old. Rings owners.
-
-        runner   the live session that becomes the owner of works among these that have none; without it they stay
-        """
+    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
+        """Leader: waiting -> granted. None: no longer waiting (cancelled, taken), nobody's, or the epoch is old. Rings
+        owners."""
         ...
 
     async def give_credit(self, credits: Mapping[Session, Mapping[Place, Credit]], *, epoch: int, now_ms: int) -> bool:

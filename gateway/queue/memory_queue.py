@@ -279,17 +279,14 @@ class MemoryQueue:
                 works += [self._works[work_id].work for _, work_id in self._waiting[queue][:share]]
         return Waiting(tuple(works), {_names(queue): len(ranks) for queue, ranks in self._waiting.items()})
 
-    async def claim_many(
-        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
-    ) -> list[Claimed | None]:
-        owner = session_part(runner) if runner is not None else ""
+    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
         rung: dict[str, None] = {}
-        answers = [self._claim(grant, now_ms, owner if owner in self._sessions else "", rung) for grant in grants]
+        answers = [self._claim(grant, now_ms, rung) for grant in grants]
         for one in rung:
             self._ring(one)
         return answers
 
-    def _claim(self, grant: Grant, now_ms: int, runner: str, rung: dict[str, None]) -> Claimed | None:
+    def _claim(self, grant: Grant, now_ms: int, rung: dict[str, None]) -> Claimed | None:
         if self._fenced(grant.epoch):
             return None
         held = self._works.get(grant.work_id)
@@ -298,12 +295,9 @@ class MemoryQueue:
         if held.grant is not None:
             same = (held.grant.epoch, held.grant.attempt, held.grant.engine)
             return _claimed(held) if same == (grant.epoch, grant.attempt, grant.engine) else None
-        if grant.attempt <= held.work.attempt or not (held.owner or runner):
+        if grant.attempt <= held.work.attempt or not held.owner:
             return None
         self._leave(held)
-        if not held.owner:
-            held.owner = runner
-            self._owned[runner].add(grant.work_id)
         held.grant = replace(grant, expires_s=int(grant.expires_s * 1000) / 1000)
         held.work = replace(held.work, attempt=grant.attempt)
         held.seq = self._next_seq(now_ms)

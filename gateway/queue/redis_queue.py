@@ -354,17 +354,10 @@ class RedisQueue:
             self._ahead[work_id] = known
         return tuple(work for _, work in self._ahead.values())
 
-    async def claim_many(
-        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
-    ) -> list[Claimed | None]:
+    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
         answers: list[Claimed | None] = []
         for piece in _pieces(grants):
-            args: list[str | int] = [
-                now_ms,
-                LEADER_KEEP_MS,
-                pool_channel(self._pool) + ":",
-                session_part(runner) if runner else "",
-            ]
+            args: list[str | int] = [now_ms, LEADER_KEEP_MS, pool_channel(self._pool) + ":"]
             for grant in piece:
                 expires_ms = int(grant.expires_s * 1000)
                 args += (grant.work_id, _encoded(grant.engine), grant.epoch, grant.attempt, expires_ms)

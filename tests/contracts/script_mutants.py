@@ -209,15 +209,9 @@ MUTANTS = (
     ),
     ScriptMutant(
         "claim",
-        "if work.owner == '' and runner == '' then return '', '' end",
+        "if work.owner == '' then return '', '' end",
         "",
-        "test_a_blob_work_without_owner_is_claimed_for_a_runner",
-    ),
-    ScriptMutant(
-        "claim",
-        "if runner ~= '' and redis.call('HEXISTS', SESSIONS, runner) == 0 then runner = '' end",
-        "",
-        "test_a_blob_work_without_owner_is_claimed_for_a_runner",
+        "test_a_blob_work_without_owner_is_not_claimed",
     ),
     ScriptMutant(
         "record",

@@ -201,15 +201,15 @@ class SameQueues(RuleBasedStateMachine):
         bounds = {"interactive": bound, "bulk": 3}
         self.same(lambda queue: queue.enqueue_many(works, session=session, max_queue=bounds, now_ms=self.now_ms))
 
-    @rule(grants=st.lists(GRANTS, max_size=4), runner=st.none() | SESSIONS)
-    def claim(self, grants: list[Grant], runner: Session | None) -> None:
-        self.same(lambda queue: queue.claim_many(grants, now_ms=self.now_ms, runner=runner))
+    @rule(grants=st.lists(GRANTS, max_size=4))
+    def claim(self, grants: list[Grant]) -> None:
+        self.same(lambda queue: queue.claim_many(grants, now_ms=self.now_ms))
 
-    @rule(places=st.integers(1, 3), epoch=EPOCHS, runner=st.none() | SESSIONS, tries=st.sampled_from([1, 1, 1, 0, 2]))
-    def dispatch(self, places: int, epoch: int, runner: Session | None, tries: int) -> None:
+    @rule(places=st.integers(1, 3), epoch=EPOCHS, tries=st.sampled_from([1, 1, 1, 0, 2]))
+    def dispatch(self, places: int, epoch: int, tries: int) -> None:
         waiting = self.runner.run(self.memory.peek(bounds={}, default_bound=places, now_ms=self.now_ms)).works
         grants = [Grant(work.id, "g", epoch, work.attempt + tries, 9.25) for work in waiting]
-        self.same(lambda queue: queue.claim_many(grants, now_ms=self.now_ms, runner=runner))
+        self.same(lambda queue: queue.claim_many(grants, now_ms=self.now_ms))
 
     @rule(works=st.lists(WORKS, max_size=3), session=SESSIONS)
     def requeue(self, works: list[Work], session: Session) -> None:

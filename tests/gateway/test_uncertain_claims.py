@@ -15,7 +15,7 @@ from gateway.control.policy_store import PolicyStore
 from gateway.control.roster import Engine, Roster
 from gateway.dispatch.ledger import Ledger
 from gateway.dispatch.member import Member
-from gateway.queue.base import Claimed, QueueUnavailable, Session
+from gateway.queue.base import Claimed, QueueUnavailable
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.settings import EngineSettings
 from policies.limits import FollowingSizing
@@ -34,12 +34,10 @@ class Losing(MemoryQueue):
     meanwhile: Any = None
     calls = 0
 
-    async def claim_many(
-        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
-    ) -> list[Claimed | None]:
+    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
         self.calls += 1
         if self.calls == 1:
-            await super().claim_many(grants, now_ms=now_ms, runner=runner)
+            await super().claim_many(grants, now_ms=now_ms)
         else:
             await self.meanwhile()
         raise QueueUnavailable("the answer was lost")

@@ -123,10 +123,8 @@ class FaultyQueue:
             Call.PEEK, lambda: self._queue.peek(bounds=bounds, default_bound=default_bound, now_ms=now_ms)
         )
 
-    async def claim_many(
-        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
-    ) -> list[Claimed | None]:
-        return await self._call(Call.CLAIM, lambda: self._queue.claim_many(grants, now_ms=now_ms, runner=runner))
+    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
+        return await self._call(Call.CLAIM, lambda: self._queue.claim_many(grants, now_ms=now_ms))
 
     async def give_credit(self, credits: Mapping[Session, Mapping[Place, Credit]], *, epoch: int, now_ms: int) -> bool:
         return await self._call(Call.CREDIT, lambda: self._queue.give_credit(credits, epoch=epoch, now_ms=now_ms))

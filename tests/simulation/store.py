@@ -98,10 +98,8 @@ class WatchedStore(MemoryQueue):
         self._ended.update((session, work_id) for work_id, _ in ids)
         return await super().settle_many(ids, session=session, now_ms=now_ms)
 
-    async def claim_many(
-        self, grants: Sequence[Grant], *, now_ms: int, runner: Session | None = None
-    ) -> list[Claimed | None]:
-        answers = await super().claim_many(grants, now_ms=now_ms, runner=runner)
+    async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
+        answers = await super().claim_many(grants, now_ms=now_ms)
         for grant, answer in zip(grants, answers, strict=True):
             if answer is not None:
                 self._invariants.decided_under(grant.epoch, f"{grant.work_id} is claimed", self._time_s())

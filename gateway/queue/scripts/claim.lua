@@ -1,16 +1,14 @@
 -- Turns waiting works into granted ones, under the epoch of the leader that decided it.
 --
 -- KEYS     the pool's table
--- ARGV     1 now_ms, 2 leader_keep_ms, 3 prefix of session bells, 4 session that runs works without an owner ("" none),
+-- ARGV     1 now_ms, 2 leader_keep_ms, 3 prefix of session bells,
 --          then per grant: id, engine, epoch, attempt, expires_ms
 -- returns  flat, per grant: the owner it was made for and its seq (also by this very claim before), "" and "" when not
 -- O(grants * log waiting)
-local now_ms, keep_ms, bells, runner = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local now_ms, keep_ms, bells = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
 local highest = tonumber(redis.call('HGET', LEADER, 'epoch') or '0')
 local seen = highest
 local rung = {}
-
-if runner ~= '' and redis.call('HEXISTS', SESSIONS, runner) == 0 then runner = '' end
 
 local function claim(id, engine, epoch, attempt, expires_ms)
   if tonumber(epoch) < highest then return '', '' end
@@ -22,12 +20,8 @@ local function claim(id, engine, epoch, attempt, expires_ms)
     return work.owner, work.seq
   end
   if tonumber(attempt) <= tonumber(work.attempt) then return '', '' end
-  if work.owner == '' and runner == '' then return '', '' end
+  if work.owner == '' then return '', '' end
   leave(work)
-  if work.owner == '' then
-    work.owner = runner
-    redis.call('ZADD', OWNED, 0, owned_member(work))
-  end
   work.state, work.epoch, work.engine, work.attempt, work.expires_ms = 'g', epoch, engine, attempt, expires_ms
   work.seq = next_seq(now_ms)
   redis.call('ZADD', GRANTS, 0, grant_member(work))
@@ -37,7 +31,7 @@ local function claim(id, engine, epoch, attempt, expires_ms)
 end
 
 local answers = {}
-for i = 5, #ARGV, 5 do
+for i = 4, #ARGV, 5 do
   answers[#answers + 1], answers[#answers + 2] = claim(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4])
 end
 write_depths()
