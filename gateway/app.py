@@ -326,7 +326,10 @@ class Gateway:
             url, pool=self.settings.pool, log=self._log, rng=self._rng, on_call=self.telemetry.redis_call
         )
         stack.push_async_callback(queue.close)
-        self._answers = RedisAnswers(queue.client, self.settings.pool)
+        # On connections of its own: however many requests have keys, the session is renewed.
+        client = connect(url, pool=self.settings.pool)
+        stack.push_async_callback(client.aclose)
+        self._answers = RedisAnswers(client, self.settings.pool)
         try:
             warning = await queue.eviction_warning()
         except QueueUnavailable as error:

@@ -25,6 +25,8 @@ from gateway.queue.keys import answer_key
 
 LEASE_S = 15.0
 COMMAND_TIMEOUT_S = 1.0
+ASKED_AT_ONCE = 32
+"""Commands under way in one process, each on a connection; more wait for these within their time-out."""
 
 _REPLACE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -54,13 +56,15 @@ class Answers(Protocol):
 
 
 class RedisAnswers:
-    """In Redis or Valkey, beside the pool's queue and in its slot of a cluster, by the queue's own client."""
+    """In Redis or Valkey, beside the pool's queue and in its slot of a cluster."""
 
-    __slots__ = ("_client", "_pool")
+    __slots__ = ("_client", "_pool", "_room")
 
     def __init__(self, client: Redis, pool: str) -> None:
+        """client: for this alone, since a burst of keys may use all of its connections."""
         self._client = client
         self._pool = pool
+        self._room = asyncio.Semaphore(ASKED_AT_ONCE)
 
     async def begin(self, digest: str, record: bytes) -> bytes | None:
         lease_ms = int(LEASE_S * 1000)
@@ -77,7 +81,7 @@ class RedisAnswers:
     async def _run(self, *words: Any, **how: bool) -> Any:
         """One command; `how` is the client library's way of reading the answer."""
         try:
-            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+            async with asyncio.timeout(COMMAND_TIMEOUT_S), self._room:
                 return await self._client.execute_command(*words, **how)  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             await self._client.connection_pool.disconnect(inuse_connections=False)

@@ -222,11 +222,6 @@ class RedisQueue:
         self._node_changes = 0
         self._ahead: dict[bytes, tuple[bytes, Work]] = {}
 
-    @property
-    def client(self) -> Redis:
-        """For what else this process keeps in the store; closed with the queue."""
-        return self._client
-
     # -- sessions and leadership -----------------------------------------------------------------------------------
 
     async def renew_session(

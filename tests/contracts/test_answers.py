@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
+from gateway.app import Gateway
 from gateway.idempotency.answers import LEASE_S, Answers, AnswersUnavailable, MemoryAnswers, RedisAnswers
 from gateway.queue.keys import answer_key
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.settings import Settings
+from tests.gateway.replay.quiet import QUIET
 from tests.redis_servers import Server
 
 _POOLS = itertools.count()
@@ -52,6 +56,24 @@ async def test_a_record_that_is_taken_away_leaves_room_for_another(answers: Answ
     assert await answers.replace("a", b"one", b"", 60)
     assert not await answers.replace("a", b"one", b"late", 60)
     assert await answers.begin("a", b"two") is None
+
+
+async def test_a_burst_of_keys_waits_for_its_turn(answers: Answers) -> None:
+    found = await asyncio.gather(*(answers.begin(f"burst-{number}", b"one") for number in range(300)))
+
+    assert found == [None] * 300
+
+
+async def test_requests_with_keys_take_no_connection_from_the_queue(valkey: Server) -> None:
+    settings = Settings(
+        engines=(), redis_url=valkey.url, pool=f"keys-{next(_POOLS)}", listen="127.0.0.1:0", admin_listen="127.0.0.1:0"
+    )
+    async with Gateway(settings, log=QUIET) as gateway:
+        assert isinstance(gateway._answers, RedisAnswers)
+        assert isinstance(gateway.owner._queue, RedisQueue)
+        clients = gateway._answers._client, gateway.owner._queue._client
+
+    assert clients[0].connection_pool is not clients[1].connection_pool
 
 
 async def test_in_memory_a_record_ends_with_its_lifetime() -> None:
