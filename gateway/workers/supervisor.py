@@ -306,12 +306,14 @@ class Supervisor:
 
 
 async def _begin_leadership(queue: Queue) -> None:
-    """Leave a record of a leadership that is over in a store that only we can reach.
+    """Leave a record of a leadership that was given up in a store that only we can reach.
 
-    A decider that finds no record at all waits for leaders that a store may have forgotten. Here there are none.
+    A decider that finds no record, or one whose maker just vanished, waits for leaders that the store may have forgotten.
+    Here there are none.
     """
     with contextlib.suppress(QueueUnavailable):
-        await queue.lead("supervisor", now_ms=await queue.time_ms(), valid_for_ms=1)
+        record = await queue.lead("supervisor", now_ms=await queue.time_ms(), valid_for_ms=1)
+        await queue.resign("supervisor", epoch=record.epoch)
 
 
 _OURS = ("listen", "admin_listen", "metrics_listen", "redis_url", "pool", "state_dir", "workers")
