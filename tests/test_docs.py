@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.control.presence import LEADER_VALID_S
 from gateway.settings import Limits, Settings, Timeouts
 from gateway.settings_file import read_file
 
@@ -178,6 +179,12 @@ def test_the_settings_page_names_every_setting() -> None:
 
     missing = [field.name for field in dataclasses.fields(Settings) if f"{field.name}:" not in page]
     assert missing == []
+
+
+def test_the_scale_page_tells_for_how_long_a_leader_s_record_is_valid() -> None:
+    text = (ROOT / "docs" / "scale.md").read_text()
+
+    assert re.findall(r"a record that is\s+valid for ([\d.]+) s", text) == [f"{LEADER_VALID_S:g}"]
 
 
 def test_decisions_are_numbered_without_gaps_and_say_what_would_change_our_mind() -> None:
