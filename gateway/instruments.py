@@ -224,6 +224,12 @@ GUARD_THRESHOLD = _decisions.gauge(
     "class",
     "guard",
 )
+PREFIX_EXPECTED = _decisions.counter(
+    "headrace_prefix_expected_tokens_total",
+    "tokens",
+    "Prompt tokens that the engine was expected to have in its prefix cache, of works placed there.",
+    "engine",
+)
 GUARD_BINDING = _decisions.gauge(
     "headrace_guard_binding",
     "",

@@ -75,6 +75,7 @@ from gateway.instruments import (
     POLICY_RELOAD_FAILED,
     PREEMPTED,
     PREEMPTED_TOKENS,
+    PREFIX_EXPECTED,
     PROMPT_TOKENS,
     QUEUE_WAIT,
     QUEUED,
@@ -198,6 +199,8 @@ class Telemetry:
     def decision(self, decision: Decision) -> None:
         """Count one decision by action and binding guard."""
         self.add(DECISIONS, 1, decision.action, decision.class_name, decision.engine, decision.binding)
+        if decision.cached_tokens:
+            self.add(PREFIX_EXPECTED, decision.cached_tokens, decision.engine)
 
     def attempt(self, engine: str, class_name: str) -> None:
         """Count one try sent to an engine."""

@@ -20,8 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from policies.estimators.prefix_caches import PrefixCaches
 from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, urgent
-from policies.placement import Candidate, choose, eligible
+from policies.placement import Candidate, Chosen, choose, eligible
 from policies.schema import Policy
 from policies.sizing import SizingPolicy, least
 from policies.vocabulary import Action, Decision, DispatchBatch, EngineState, EngineView, Verdict, Work
@@ -72,6 +73,7 @@ def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this 
     tenants: TenantCounters | None = None,
     due: Sequence[Work] | None = None,
     shut: Shut = NONE_SHUT,
+    caches: PrefixCaches | None = None,
 ) -> tuple[list[Placement], list[DispatchBatch]]:
     """Plan one round over a look-ahead into the queue: what starts where, and what that comes to for each engine.
 
@@ -81,9 +83,10 @@ def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this 
     tenants   service so far and works in flight by tenant; read, never changed. None: all tenants are level
     due       the works with a deadline in the order in which they are offered (`feasibility.Outlook`); None: by deadline
     shut      as `shut_classes` found: their works are left out
+    caches    what was sent where; read, never changed. None: nothing was
     """
     counters = TenantCounters() if tenants is None else tenants
-    room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters, shut=shut)
+    room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters, shut=shut, caches=caches)
     if shut:
         waiting = [work for work in waiting if work.class_name not in shut]
         due = None if due is None else [work for work in due if work.class_name not in shut]
@@ -126,13 +129,14 @@ def place_one(  # noqa: PLR0917 - one signature with plan_round, read in this or
     draw: float,
     *,
     tenants: TenantCounters | None = None,
+    caches: PrefixCaches | None = None,
 ) -> Placement | None:
     """Place a work that nothing waits before, O(engines); None: no room now, it has to wait."""
     if tenants is not None and _capped(work, policy, tenants.in_flight(work.tenant)):
         return None
     candidates = [Candidate(view) for view in engines if eligible(work, view)]
     candidates.sort(key=_name)
-    chosen = choose(work, candidates, sizing, now_s, spread=_spread(work, policy), draw=draw)
+    chosen = choose(work, candidates, sizing, now_s, spread=_spread(work, policy), draw=draw, caches=caches)
     if chosen is None:
         return None
     return _placement(work, chosen, policy, now_s, "uncontended")
@@ -143,6 +147,7 @@ class _Round:
 
     __slots__ = (
         "_by_kind",
+        "_caches",
         "_candidates",
         "_closed",
         "_draw",
@@ -170,6 +175,7 @@ class _Round:
         draw: float,
         tenants: TenantCounters,
         shut: Shut,
+        caches: PrefixCaches | None,
     ) -> None:
         self.placements: list[Placement] = []
         self.full: set[str] = set()
@@ -180,6 +186,7 @@ class _Round:
                 if candidate.view.name in refusals:
                     candidate.bound = refusals[candidate.view.name].binding
         self._sizing, self._policy, self._now_s, self._draw, self._tenants = sizing, policy, now_s, draw, tenants
+        self._caches = caches
         self._grants = tenants.grants()
         self._by_kind: dict[Kind, list[Candidate]] = {}
         self._in_flight: dict[str, dict[str, float]] = {}
@@ -203,7 +210,15 @@ class _Round:
         if _capped(work, self._policy, in_flight):
             return False
         spread = _spread(work, self._policy)
-        chosen = choose(work, self._eligible(kind, work), self._sizing, self._now_s, spread=spread, draw=self._draw)
+        chosen = choose(
+            work,
+            self._eligible(kind, work),
+            self._sizing,
+            self._now_s,
+            spread=spread,
+            draw=self._draw,
+            caches=self._caches,
+        )
         if chosen is None:
             if refused is None and not self._least_fits(kind, work):
                 self._closed.add(kind)
@@ -256,10 +271,10 @@ class _Round:
             if (works := sent.get(one.view.name))
         ]
 
-    def _place(self, work: Work, chosen: tuple[Candidate, Verdict], turn: str) -> None:
+    def _place(self, work: Work, chosen: Chosen, turn: str) -> None:
         self.placements.append(_placement(work, chosen, self._policy, self._now_s, turn))
-        view = chosen[0].view
-        chosen[0].take(work, self._now_s)
+        view = chosen.candidate.view
+        chosen.candidate.take(work, self._now_s)
         self._placed.add(work.id)
         self._draw = (self._draw + GOLDEN) % 1.0
         _count(self._placed_by_tenant, work.tenant)
@@ -315,8 +330,8 @@ def _output_limit(work: Work) -> float:
     return math.inf if work.max_tokens is None else work.max_tokens
 
 
-def _placement(work: Work, chosen: tuple[Candidate, Verdict], policy: Policy, now_s: float, turn: str) -> Placement:
-    engine = chosen[0].view.name
+def _placement(work: Work, chosen: Chosen, policy: Policy, now_s: float, turn: str) -> Placement:
+    engine, verdict = chosen.candidate.view.name, chosen.verdict
     decision = Decision(
         action=Action.DISPATCH,
         at_s=now_s,
@@ -324,9 +339,11 @@ def _placement(work: Work, chosen: tuple[Candidate, Verdict], policy: Policy, no
         class_name=work.class_name,
         engine=engine,
         work_id=work.id,
-        guards=chosen[1].guards,
+        guards=verdict.guards,
         reason=turn,
-        steps_to_overflow=chosen[1].steps_to_overflow,
+        steps_to_overflow=verdict.steps_to_overflow,
+        first_token_s=verdict.first_token_s,
+        cached_tokens=chosen.cached_tokens,
     )
     return Placement(work, engine, decision)
 

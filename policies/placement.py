@@ -1,9 +1,14 @@
 """On which engine: of those that may take a work and have room, the one that suits its class.
 
-*With* a TTFT objective: a random one of the near-least loaded. Least loaded keeps the first token early; random among
-near equals keeps deciders that see the same numbers from all choosing the same engine. *Without* one: the busiest that
-still has room, so that bulk is packed and other engines stay free for people; engines on spot capacity before all others,
+*With* a TTFT objective: of the engines that are predicted to show the first token early enough (COMFORT), or nearly as early as
+any, a random one of the near-least loaded. Memory and gaps that are short count as time. Where the sizing policy predicts
+nothing all are asked for their load alone. Random among near equals keeps deciders that see the same numbers from all
+choosing the same engine.
+*Without* one: the busiest that still has room, so that bulk is packed and other engines stay free for people; engines on spot capacity before all others,
 since bulk can begin anew where people would see an answer break.
+
+What an engine's prefix cache probably holds of a prompt (`policies.estimators.prefix_caches`) need not be taken in again: it
+counts for the engine as far as it is trusted, so that a conversation stays where it is until others are idler by more.
 
 An engine whose context is too short for a work gets it only where no engine's is long enough.
 
@@ -17,6 +22,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from policies.estimators.prefix_caches import PrefixCaches
+from policies.schema import USUAL_PROMPT_TOKENS_PER_S
 from policies.sizing import SizingPolicy
 from policies.vocabulary import EngineState, EngineView, Guard, Verdict, Work
 
@@ -26,6 +33,13 @@ NEAR_WORKS = 0.5
 """So do loads within this many works: on a nearly idle engine five per cent is nothing."""
 PREFILL_TOKENS_PER_WORK = 2048
 """Pending prompt tokens that delay a first token about as much as one more running work."""
+COMFORT = 0.33
+"""A score so low is early enough: still earlier would be nobody's gain, at the cost of bulk on the fastest engine."""
+CACHE_TRUST = 0.7
+"""Part of the tokens expected in a prefix cache that is counted on."""
+LEAST_OBJECTIVE_S = 0.05
+_WEIGHTS = {Guard.TPOT: 0.3, Guard.KV: 0.2}
+"""Of what an engine may run out of, against the first token."""
 LENGTH_DOUBT = 1.25
 """Prompts are estimated from their bytes, and may be so many times as long."""
 
@@ -69,6 +83,15 @@ class Candidate:
         return view.in_flight_total + self.foreign + view.prefill_tokens / PREFILL_TOKENS_PER_WORK
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """An engine that has room for a work, and what is known of the two. cached_tokens: of the prompt, probably."""
+
+    candidate: Candidate
+    verdict: Verdict
+    cached_tokens: int = 0
+
+
 def eligible(work: Work, engine: EngineView) -> bool:
     """Whether the engine could take the work if it had room: up, has the model, speaks the path, not ruled out."""
     return (
@@ -88,39 +111,79 @@ def suited(work: Work, engines: Iterable[EngineView]) -> list[EngineView]:
 
 
 def choose(
-    work: Work, candidates: Sequence[Candidate], sizing: SizingPolicy, now_s: float, *, spread: bool, draw: float
-) -> tuple[Candidate, Verdict] | None:
+    work: Work,
+    candidates: Sequence[Candidate],
+    sizing: SizingPolicy,
+    now_s: float,
+    *,
+    spread: bool,
+    draw: float,
+    caches: PrefixCaches | None = None,
+) -> Chosen | None:
     """The candidate for a work with the sizing policy's verdict on it; None when none has room.
 
     candidates   eligible engines, in a fixed order (by name)
-    spread       True for a class with a TTFT objective: the least loaded, else the busiest, spot capacity first
-    draw         uniform in [0, 1); picks among the near-least loaded
+    spread       True for a class with a TTFT objective: early enough, then least loaded; else the busiest, spot capacity first
+    draw         uniform in [0, 1); picks among the nearly best
+    caches       what was sent where; None: nothing was
     """
     wanted = _wanted_context(work, (candidate.context for candidate in candidates))
-    candidates = [candidate for candidate in candidates if candidate.context >= wanted]
-    verdicts = [(candidate, sizing.admit(work, candidate.view, now_s)) for candidate in candidates]
-    open_now = []
-    for pair in verdicts:
-        if pair[1].admitted:
-            open_now.append(pair)
-        else:
-            pair[0].bound = pair[1].binding
+    open_now: list[Chosen] = []
+    for candidate in candidates:
+        if candidate.context >= wanted:
+            verdict = sizing.admit(work, candidate.view, now_s)
+            if verdict.admitted:
+                cached = 0 if caches is None else caches.tokens(candidate.view.name, work)
+                open_now.append(Chosen(candidate, verdict, cached))
+            else:
+                candidate.bound = verdict.binding
     if len(open_now) < 2:
         return open_now[0] if open_now else None
-    loads = [_saturation(candidate, work, sizing) for candidate, _ in open_now]
     if not spread:
-        keys = [(pair[0].view.spot, load[0]) for pair, load in zip(open_now, loads, strict=True)]
-        return open_now[keys.index(max(keys))]
+        return max(open_now, key=lambda one: _packing(one, work, sizing))
+    if all(one.verdict.first_token_s is not None for one in open_now):
+        objective_s = _objective_s(work)
+        scores = [_score(one, objective_s, sizing) for one in open_now]
+        enough = max(COMFORT, min(scores) * (1 + NEAR_FRACTION))
+        open_now = [one for one, score in zip(open_now, scores, strict=True) if score <= enough]
+    loads = [_saturation(one, work, sizing) for one in open_now]
     least, margin = min(loads)
     bound = least + max(least * NEAR_FRACTION, margin)
-    near = [pair for pair, load in zip(open_now, loads, strict=True) if load[0] <= bound]
+    near = [one for one, (load, _) in zip(open_now, loads, strict=True) if load <= bound]
     return near[min(int(draw * len(near)), len(near) - 1)]
 
 
-def _saturation(candidate: Candidate, work: Work, sizing: SizingPolicy) -> tuple[float, float]:
+def _packing(one: Chosen, work: Work, sizing: SizingPolicy) -> tuple[bool, bool, float]:
+    """Where work that can wait goes: spot capacity, then where half of its prompt is cached, then where most is."""
+    return one.candidate.view.spot, 2 * one.cached_tokens > work.prompt_tokens, _saturation(one, work, sizing)[0]
+
+
+def _score(one: Chosen, objective_s: float, sizing: SizingPolicy) -> float:
+    """The part of its objective that the work's first token will take there, and what the engine is near to running out of:
+    memory, and time between tokens. Less is better."""
+    first_s = one.verdict.first_token_s or 0.0
+    if one.cached_tokens:
+        learned = sizing.learned_step(one.candidate.view.name)
+        token_s = 1 / USUAL_PROMPT_TOKENS_PER_S if learned is None else learned.per_prompt_token_s
+        first_s = max(0.0, first_s - CACHE_TRUST * one.cached_tokens * token_s)
+    score = first_s / objective_s
+    for reading in one.verdict.guards:
+        weight = _WEIGHTS.get(reading.guard)
+        if weight is not None and reading.threshold > 0:
+            score += weight * reading.value / reading.threshold
+    return score
+
+
+def _saturation(one: Chosen, work: Work, sizing: SizingPolicy) -> tuple[float, float]:
     """(load over the class's window, NEAR_WORKS over it). Without a window in requests the window counts as 1."""
-    window = sizing.window(candidate.view, work.class_name).requests or 1
-    return candidate.load() / window, NEAR_WORKS / window
+    window = sizing.window(one.candidate.view, work.class_name).requests or 1
+    spared = CACHE_TRUST * one.cached_tokens / PREFILL_TOKENS_PER_WORK
+    return (one.candidate.load() - spared) / window, NEAR_WORKS / window
+
+
+def _objective_s(work: Work) -> float:
+    """Time that the work's first token may take from its acceptance; 1 s where nothing was promised."""
+    return 1.0 if work.deadline_s is None else max(LEAST_OBJECTIVE_S, work.deadline_s - work.accepted_s)
 
 
 def _wanted_context(work: Work, contexts: Iterable[float]) -> float:

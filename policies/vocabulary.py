@@ -67,7 +67,8 @@ class Work:
     deadline_s      pool time by which the first token is due; None for a class without a TTFT objective
     rank            order inside its (class, tenant), low first; the queue orders by nothing else
     attempt         tries already made, >= 0
-    prefix          digest of how its request begins, "" for a short one; equal ones probably share a prompt's prefix
+    prefix          how its request begins: digests of its first 1, 2, 4, ... KiB with dots between, "" for a short one; two
+                    with an equal digest probably share so much of their prompts
     pinned_engine   only this engine will do (a stored response lives there); None: any
     avoid           engines that already failed this work
     """
@@ -212,21 +213,27 @@ class Verdict:
 
     steps_to_overflow   with the work on the engine: the fewest of its steps for which KV memory is forecast not to
                         suffice; inf for none, None where nothing is forecast
+    first_token_s       predicted from now to the work's first token; None where it is not, or does not matter to its class
     """
 
     admitted: bool
     guards: tuple[GuardReading, ...] = ()
     steps_to_overflow: float | None = None
+    first_token_s: float | None = None
 
     @staticmethod
-    def of(readings: Iterable[GuardReading], steps_to_overflow: float | None = None) -> Verdict:
+    def of(
+        readings: Iterable[GuardReading], steps_to_overflow: float | None = None, first_token_s: float | None = None
+    ) -> Verdict:
         """Admitted when every reading passed. Of several readings of one guard the one with the least room is told."""
         found: dict[Guard, GuardReading] = {}
         for one in readings:
             before = found.get(one.guard)
             if before is None or one.threshold - one.value < before.threshold - before.value:
                 found[one.guard] = one
-        return Verdict(all(one.passed for one in found.values()), tuple(found.values()), steps_to_overflow)
+        return Verdict(
+            all(one.passed for one in found.values()), tuple(found.values()), steps_to_overflow, first_token_s
+        )
 
     @property
     def binding(self) -> Guard:
@@ -251,7 +258,8 @@ class Decision:
     """One decision and its reasons: the record behind the metric, the log, the response header and the console.
 
     engine is "" and work_id is "" where the decision names none. policy_version is the content hash of the one
-    policy snapshot it was made under. steps_to_overflow is the engine's, see `Verdict`.
+    policy snapshot it was made under. steps_to_overflow and first_token_s are the engine's, see `Verdict`;
+    cached_tokens is what its prefix cache probably holds of the prompt.
     """
 
     action: Action
@@ -264,6 +272,8 @@ class Decision:
     guards: tuple[GuardReading, ...] = ()
     reason: str = ""
     steps_to_overflow: float | None = None
+    first_token_s: float | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

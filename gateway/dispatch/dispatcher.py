@@ -36,6 +36,7 @@ from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport, 
 from policies.dispatching import Placement, place_one, plan_batches, shut_classes
 from policies.estimators.alone import Alone
 from policies.estimators.pace import Pace
+from policies.estimators.prefix_caches import PrefixCaches
 from policies.ordering import TenantCounters, urgent
 from policies.ordering.feasibility import Outlook
 from policies.ordering.shedding import Infeasible, Shedding
@@ -80,6 +81,7 @@ class Dispatcher:
 
     __slots__ = (
         "_alone",
+        "_caches",
         "_clock",
         "_credit",
         "_deciding",
@@ -149,6 +151,7 @@ class Dispatcher:
         self.latest_batches: deque[DispatchBatch] = deque(maxlen=BATCHES_KEPT)
         self._pace = Pace()
         self._alone = Alone()
+        self._caches = PrefixCaches()
         self._shedding = Shedding()
         self._depths: Mapping[tuple[str, str], int] = {}
         self._looked_at: Sequence[Work] = ()
@@ -174,7 +177,10 @@ class Dispatcher:
                 return None
             now_s, begun_s = self._clock.pool_s(), self._clock.now_s()
             views = self._roster.views(begun_s)
-            placement = place_one(work, views, self._sizing, policy, now_s, self._rng.random(), tenants=self.tenants)
+            draw = self._rng.random()
+            placement = place_one(
+                work, views, self._sizing, policy, now_s, draw, tenants=self.tenants, caches=self._caches
+            )
             self._meter.decided("arrival", self._clock.now_s() - begun_s)
             return None if placement is None else self._grant(placement, now_s)
         return self._start_on_credit(work, policy)
@@ -416,7 +422,16 @@ class Dispatcher:
             if refused := self._refuse_infeasible(outlook, policy, now_s):
                 due = [work for work in due if work.id not in refused]
         placements, batches = plan_batches(
-            fresh, views, self._sizing, policy, now_s, draw, tenants=self.tenants, due=due, shut=shut
+            fresh,
+            views,
+            self._sizing,
+            policy,
+            now_s,
+            draw,
+            tenants=self.tenants,
+            due=due,
+            shut=shut,
+            caches=self._caches,
         )
         self.latest_batches.extend(batches)
         for batch in batches:
@@ -511,6 +526,7 @@ class Dispatcher:
         match event:
             case Granted():
                 self._pace.granted(event.engine, work.id, event.attempt, work.prompt_tokens, at_s)
+                self._caches.granted(event.engine, work)
             case FirstToken():
                 self._alone.first_token(work.model, work.prompt_tokens, event.engine_ttft_s)
                 self._pace.first_token(work.id, event.attempt, at_s)

@@ -16,11 +16,11 @@ from gateway.instruments import CLASSIFIED
 from gateway.telemetry import Telemetry
 from policies.behaviour import Pattern
 from policies.classify import By, Caller, Classified, UnknownClass, classify, placed
+from policies.estimators.prefix_caches import FIRST_LEVEL_BYTES, LEVELS
 from policies.ordering.gather import PADDED_PATHS
 from policies.schema import Policy
 from policies.vocabulary import Action, Decision, Work
 
-PREFIX_BYTES = 1024
 RANK_STEP_S = 1e-6
 """Between the ranks of two parts of one request: keeps them in order, and lets nobody pass who came a moment later."""
 CLIENTS_SHARE = 0.9
@@ -113,7 +113,7 @@ class Intake:
             sequences=facts.sequences,
             deadline_s=deadline_s,
             pinned_engine=pinned,
-            prefix="" if deadline_s is not None or exchange.path in PADDED_PATHS else _prefix(exchange.body),
+            prefix="" if exchange.path in PADDED_PATHS else _prefix(exchange.body),
         )
 
     def new_id(self) -> str:
@@ -129,7 +129,15 @@ class Intake:
 
 
 def _prefix(body: bytes) -> str:
-    """A short digest of how a long request begins: enough to tell mates, too little to tell a prompt."""
-    if len(body) < 2 * PREFIX_BYTES:
+    """Short digests of how a long request begins: enough to tell mates, too little to tell a prompt."""
+    if len(body) < 2 * FIRST_LEVEL_BYTES:
         return ""
-    return hashlib.blake2s(body[:PREFIX_BYTES], digest_size=4).hexdigest()
+    view, hasher, done, digests = memoryview(body), hashlib.blake2b(digest_size=4), 0, []
+    for level in range(LEVELS):
+        end = FIRST_LEVEL_BYTES << level
+        if end > len(body):
+            break
+        hasher.update(view[done:end])
+        digests.append(hasher.hexdigest())
+        done = end
+    return ".".join(digests)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.recorder import MARK, PREFIX_BYTES
+from policies.estimators.prefix_caches import LEVELS, level_tokens
 from policies.vocabulary import Result
 
 NEEDED = ("arrival_s", "prompt_tokens", "output_tokens")
@@ -68,6 +69,12 @@ class Request:
         each = self.id_tokens // block_tokens
         known = min(len(self.prefix_ids) * each, self.prompt_tokens // block_tokens)
         return tuple((self.prefix_ids[n // each] * each + n % each) & _POSITIVE for n in range(known))
+
+    @property
+    def prefix(self) -> str:
+        """As the gateway would make it of the request's bytes (`policies.vocabulary.Work`)."""
+        names = (math.ceil(level_tokens(level) / self.id_tokens) - 1 for level in range(LEVELS))
+        return ".".join(f"{self.prefix_ids[at] & 0xFFFFFFFF:08x}" for at in names if at < len(self.prefix_ids))
 
 
 def read_trace(path: Path, *, class_name: str = "") -> list[Request]:

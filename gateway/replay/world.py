@@ -338,6 +338,7 @@ class World:
             rank=accepted_s if deadline_s is None else deadline_s,
             prompt_tokens=prompt_tokens,
             deadline_s=deadline_s,
+            prefix=request.prefix,
         )
 
     def _estimated(self, prompt_tokens: int) -> int:

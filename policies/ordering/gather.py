@@ -41,4 +41,4 @@ def _kind(work: Work) -> object:
     """What mates have in common; the work's own id where nothing is gained."""
     if work.path in PADDED_PATHS:
         return work.path, (work.prompt_tokens // work.sequences).bit_length()
-    return (work.path, work.prefix) if work.prefix else work.id
+    return (work.path, work.prefix.partition(".")[0]) if work.prefix else work.id

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from gateway.dispatch.affinity import Affinity
-from gateway.dispatch.intake import CLIENTS_SHARE, PREFIX_BYTES, RANK_STEP_S, Intake
+from gateway.dispatch.intake import CLIENTS_SHARE, RANK_STEP_S, Intake
 from gateway.errors import Dialect, Refusal
 from gateway.exchange import Exchange, Facts
 from gateway.telemetry import Telemetry
 from policies.classify import Classified
+from policies.estimators.prefix_caches import FIRST_LEVEL_BYTES
 from tests.gateway.test_relay import FakeClock, FakeDownstream
 from tests.policies.worlds import policy
 
@@ -59,25 +60,33 @@ def test_bulk_works_that_begin_alike_say_so_and_others_do_not(intake: Intake) ->
 
     one, mate, other = (intake.work(exchange(body), found()).prefix for body in bodies)
 
-    assert len(BEGINNING) > 2 * PREFIX_BYTES
+    assert len(BEGINNING) > 2 * FIRST_LEVEL_BYTES
     assert one == mate != other
-    assert len(one) == 8
+    assert len(one) == 17
     assert "Summarise" not in one
 
 
 @pytest.mark.parametrize(
-    ("body", "path", "deadline_s"),
+    ("body", "path"),
     [
-        (BEGINNING, "/v1/completions", 100.0),
-        (BEGINNING, "/v1/embeddings", None),
-        (BEGINNING[:PREFIX_BYTES], "/v1/completions", None),
+        (BEGINNING, "/v1/embeddings"),
+        (BEGINNING[:FIRST_LEVEL_BYTES], "/v1/completions"),
     ],
-    ids=["has a deadline to go by", "is gathered by its length", "is short"],
+    ids=["is gathered by its length", "is short"],
 )
-def test_a_work_whose_beginning_nobody_reads_has_none(
-    intake: Intake, body: bytes, path: str, deadline_s: float | None
-) -> None:
-    assert intake.work(exchange(body, path=path), found(deadline_s)).prefix == ""
+def test_a_work_whose_beginning_nobody_reads_has_none(intake: Intake, body: bytes, path: str) -> None:
+    assert intake.work(exchange(body, path=path), found()).prefix == ""
+
+
+def test_the_next_turn_of_a_conversation_shares_all_whole_levels_with_the_one_before(intake: Intake) -> None:
+    turn = b'{"messages": [' + b"".join(b'{"role": "user", "content": "%d"},' % n for n in range(200))
+    bodies = turn + b'{"role": "user", "content": "so?"}]}', turn + b'{"role": "user", "content": "so?"},' * 100 + b"]}"
+
+    first, following = (intake.work(exchange(body), found(100.0)).prefix.split(".") for body in bodies)
+
+    assert len(first) == 3
+    assert following[: len(first)] == first
+    assert len(following) == 4
 
 
 def test_who_waits_for_less_than_the_class_promises_has_an_earlier_deadline(intake: Intake) -> None:

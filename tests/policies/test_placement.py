@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
 
+from policies.estimators.prefix_caches import PrefixCaches
 from policies.limits import build
+from policies.limits.fixed import FixedLimits
 from policies.placement import Candidate, choose, eligible
-from policies.vocabulary import EngineState, EngineView, Work
+from policies.sizing import SizingPolicy
+from policies.vocabulary import EngineState, EngineView, Guard, GuardReading, Verdict, Work
 from tests.policies.worlds import NOW_S, engine, fresh, policy, work
 
 POLICY = policy(
@@ -15,9 +21,18 @@ POLICY = policy(
 SIZING = build(POLICY)
 
 
-def chosen(one: Work, views: list[EngineView], *, spread: bool, draw: float = 0.0) -> str | None:
-    found = choose(one, [Candidate(view) for view in views], SIZING, NOW_S, spread=spread, draw=draw)
-    return None if found is None else found[0].view.name
+def chosen(
+    one: Work,
+    views: list[EngineView],
+    *,
+    spread: bool,
+    draw: float = 0.0,
+    sizing: SizingPolicy = SIZING,
+    caches: PrefixCaches | None = None,
+) -> str | None:
+    candidates = [Candidate(view) for view in views]
+    found = choose(one, candidates, sizing, NOW_S, spread=spread, draw=draw, caches=caches)
+    return None if found is None else found.candidate.view.name
 
 
 @pytest.mark.parametrize(
@@ -124,7 +139,7 @@ def test_a_small_engine_is_full_earlier_than_a_large_one() -> None:
     found = choose(work("w"), candidates, build(policy_), NOW_S, spread=True, draw=0.0)
 
     assert found is not None
-    assert found[0].view.name == "large"
+    assert found.candidate.view.name == "large"
 
 
 def test_a_work_finds_no_engine_where_all_are_full() -> None:
@@ -138,3 +153,91 @@ def test_a_placement_counts_at_once_in_the_candidates_view() -> None:
 
     view = candidate.view
     assert (view.in_flight, view.kv_tokens, view.prefill_tokens, view.last_grant_s) == ({"chat": 2}, 100, 100, NOW_S)
+
+
+class Foretelling(FixedLimits):
+    """Predicts first tokens by engine."""
+
+    def __init__(self, first_token_s: Mapping[str, float | None], kv: Mapping[str, float] | None = None) -> None:
+        super().__init__(POLICY)
+        self.first_token_s, self.kv = first_token_s, kv or {}
+
+    def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+        reading = GuardReading(Guard.KV, self.kv.get(engine.name, 0.0), 1.0, passed=True)
+        return Verdict.of([reading], first_token_s=self.first_token_s[engine.name])
+
+
+def test_urgent_work_goes_where_its_first_token_is_predicted_first() -> None:
+    views = [engine("e0", {"chat": 2}), engine("e1", {"chat": 30})]
+
+    assert chosen(work("w"), views, spread=True, sizing=Foretelling({"e0": 0.3, "e1": 0.1})) == "e1"
+
+
+def test_where_one_engine_is_not_predicted_load_decides() -> None:
+    views = [engine("e0", {"chat": 2}), engine("e1", {"chat": 30})]
+
+    assert chosen(work("w"), views, spread=True, sizing=Foretelling({"e0": None, "e1": 0.1})) == "e0"
+
+
+def test_of_engines_that_are_as_fast_the_one_with_more_memory_left_is_taken() -> None:
+    views = [engine("e0"), engine("e1")]
+    sizing = Foretelling({"e0": 0.2, "e1": 0.2}, kv={"e0": 0.9, "e1": 0.2})
+
+    assert {chosen(work("w"), views, spread=True, sizing=sizing, draw=draw / 4) for draw in range(4)} == {"e1"}
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "picks"),
+    [
+        ({"e0": 0.30, "e1": 0.31, "e2": 0.4}, {"e0", "e1"}),
+        ({"e0": 0.05, "e1": 0.15, "e2": 0.4}, {"e0", "e1"}),
+    ],
+    ids=["nearly as early", "early enough"],
+)
+def test_urgent_work_is_spread_over_engines_that_show_their_first_token(
+    predicted_s: Mapping[str, float], picks: set[str]
+) -> None:
+    views = [engine(name) for name in predicted_s]
+
+    found = {chosen(work("w"), views, spread=True, sizing=Foretelling(predicted_s), draw=draw / 9) for draw in range(9)}
+
+    assert found == picks
+
+
+def test_of_engines_that_are_early_enough_the_least_loaded_is_taken() -> None:
+    views = [engine("e0", {"chat": 9}), engine("e1", {"chat": 2})]
+
+    assert chosen(work("w"), views, spread=True, sizing=Foretelling({"e0": 0.02, "e1": 0.15})) == "e1"
+
+
+@pytest.mark.parametrize(
+    ("elsewhere_s", "taken_by"),
+    [(0.20, "warm"), (0.05, "cold")],
+    ids=["stays where its past is", "leaves it for an idler engine"],
+)
+def test_a_conversation_stays_where_it_is_until_others_are_idler_by_more(elsewhere_s: float, taken_by: str) -> None:
+    caches, views = PrefixCaches(), [engine("cold"), engine("warm")]
+    earlier, next_turn = (replace(work("w", prompt_tokens=2000), prefix=prefix) for prefix in ("a.b.c", "a.b.c.d"))
+    caches.granted("warm", earlier)
+
+    # 1024 tokens are expected in the cache, which take 68 ms usually.
+    sizing = Foretelling({"warm": 0.22, "cold": elsewhere_s})
+
+    assert chosen(next_turn, views, spread=True, sizing=sizing, caches=caches) == taken_by
+
+
+def test_without_predictions_a_warm_cache_counts_as_load_that_is_not_there() -> None:
+    caches, views = PrefixCaches(), [engine("e0", {"chat": 20}), engine("e1", {"chat": 21})]
+    one = replace(work("w", prompt_tokens=9000), prefix="a.b.c.d.e.f")
+    caches.granted("e1", one)
+
+    assert {chosen(one, views, spread=True, caches=caches, draw=draw / 4) for draw in range(4)} == {"e1"}
+
+
+def test_bulk_that_begins_alike_goes_to_the_same_engine() -> None:
+    caches, views = PrefixCaches(), [engine("e0", {"night": 2}), engine("e1", {"night": 9}), engine("e2", spot=True)]
+    one = replace(work("w", "night", prompt_tokens=400), prefix="a")
+    caches.granted("e0", one)
+
+    assert chosen(one, views[:2], spread=False, caches=caches) == "e0"
+    assert chosen(one, views, spread=False, caches=caches) == "e2"

@@ -96,7 +96,12 @@ class TokenLedger:
         readings, steps = self._ask(mine, work, engine, seen[2], late=late)
         if not engine.in_flight_total:
             readings = [GuardReading(one.guard, one.value, max(one.value, one.threshold), True) for one in readings]
-        return Verdict.of(readings, steps)
+        first_s = None
+        if work.class_name in self._objectives:
+            scene = seen[2]
+            pending = scene.pending_urgent + scene.pending_patient + work.prompt_tokens
+            first_s = mine.account.step.ttft_s(pending, scene.sequences + 1, scene.held_tokens)
+        return Verdict.of(readings, steps, first_s)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
         """Works with an objective are bound by tokens and seats; the others by the window as well."""

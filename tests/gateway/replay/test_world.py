@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from backends.simulated.engine import Engine
-from backends.simulated.profiles import load_profile
+from backends.simulated.profiles import EngineOptions, load_profile
 from gateway.replay.alone import alone
 from gateway.replay.figures import figures
 from gateway.replay.host import EngineSpec
@@ -60,6 +61,20 @@ def burst(count: int, at_s: float = 0.0, *, prompt: int = 500, output: int = 20)
 
 def digest(played: Played) -> str:
     return hashlib.sha256(repr((played.rows, played.seen)).encode()).hexdigest()
+
+
+def talks(count: int, seconds: float) -> list[Request]:
+    """Conversations: each turn repeats all before it and adds 1,024 tokens."""
+    rng, found = random.Random(1), []
+    for _ in range(count):
+        at_s, ids = rng.uniform(0, 8), [rng.getrandbits(40) for _ in range(2)]
+        while at_s < seconds:
+            found.append(
+                Request(at_s, 512 * len(ids), 50, class_name="interactive", prefix_ids=tuple(ids), id_tokens=512)
+            )
+            at_s += rng.uniform(4, 12)
+            ids += [rng.getrandbits(40) for _ in range(2)]
+    return sorted(found, key=lambda one: one.arrival_s)
 
 
 # -- every request
@@ -296,6 +311,19 @@ def test_views_and_works_have_no_field_for_true_lengths_or_engine_parameters() -
 
     assert "prompt_tokens" in seen
     assert not [name for name in seen if "output" in name or "step" in name or "length" in name or "profile" in name]
+
+
+def test_conversations_return_to_the_engine_that_has_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = tuple(EngineSpec(name, H100, EngineOptions(prefix_caching=True)) for name in ("e0", "e1", "e2"))
+    plan = Plan(engines, policy(), talks(40, 60))
+
+    def typical_s() -> float:
+        return statistics.median(row.ttft_s for row in replay(plan, QUIET).rows if row.ttft_s is not None)
+
+    remembered_s = typical_s()
+    monkeypatch.setattr(Request, "prefix", "")
+
+    assert remembered_s < 0.7 * typical_s()
 
 
 def test_a_slowdown_is_measured_by_what_the_first_tokens_of_a_model_took() -> None:
