@@ -8,9 +8,9 @@ successor leader does not start from nothing. It awaits nothing and reads no clo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from policies.vocabulary import EngineView, Outcome, Verdict, Work
 
@@ -44,9 +44,8 @@ class Granted:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """One attempt in flight, as far as its tokens are known here.
+class Running(NamedTuple):
+    """One attempt in flight, as far as its tokens are known here. A tuple: one is made of every attempt at every tick.
 
     shown_tokens    output shown so far; 0 for one whose owner does not tell
     prefilled       its first token has been seen
@@ -64,10 +63,12 @@ class Progressed:
 
     Complete: an attempt that is not named is counted one by one no more, whatever was heard of it. What the view counts
     beyond these runs in other processes, and is known by its sums only.
+
+    running   to be read once, while the event is told: who does not read it costs nothing
     """
 
     engine: str
-    running: Sequence[Running]
+    running: Iterable[Running]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 from gateway.clock import Clock
@@ -552,7 +553,7 @@ class Dispatcher:
             policy, queued = self._store.current, self.depths()
             late = Counter(work.class_name for work in self._looked_at if policy.late(work, now_s))
             for view in self._roster.views(self._clock.now_s()):
-                running = self._ledger[view.name].progress() + self._steward.running(view.name)
+                running = chain(self._ledger[view.name].progress(), self._steward.running(view.name))
                 self._sizing.on_event(Progressed(view.name, running), now_s)
                 self._sizing.on_event(Sampled(view, queued, late), now_s)
             if self._presence.sole or not self._presence.leads:

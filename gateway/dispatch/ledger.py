@@ -23,8 +23,6 @@ from policies.preemption import Victim
 from policies.sizing import Running
 from policies.vocabulary import Work
 
-NOTHING = InFlight()
-
 BLOCK_TOKENS = 16
 """KV block size assumed where an engine does not tell its own (vLLM's default)."""
 
@@ -84,6 +82,7 @@ class EngineLedger:
     allowed_kv_tokens: int = 0
     allowed_prefill_tokens: int = 0
     extra_sequences: dict[str, int] = field(default_factory=dict)
+    _counted_in: int = BLOCK_TOKENS
     _elsewhere: dict[Session, tuple[Mapping[str, InFlight], Mapping[str, InFlight]]] = field(default_factory=dict)
 
     def add(self, work: Work, attempt: int, now_s: float) -> None:
@@ -194,21 +193,25 @@ class EngineLedger:
 
     def refresh(self) -> None:
         """Take the live counters over into the sums: O(works in flight), once per control tick."""
+        resized = self._counted_in != self.block_tokens
+        self._counted_in = self.block_tokens
         for entry in self.entries.values():
-            if entry.progress is not None:
-                entry.output_tokens = entry.progress.output_tokens
-                kv_tokens = self._whole_blocks(entry.work, entry.output_tokens)
+            progress = entry.progress
+            if progress is None:
+                continue
+            output_tokens = progress.output_tokens
+            if output_tokens != entry.output_tokens or resized:
+                entry.output_tokens = output_tokens
+                kv_tokens = self._whole_blocks(entry.work, output_tokens)
                 self.kv_tokens += kv_tokens - entry.kv_tokens
                 entry.kv_tokens = kv_tokens
         self.version += 1
         self.refreshed += 1
 
-    def progress(self) -> list[Running]:
+    def progress(self) -> Iterator[Running]:
         """Every attempt that is counted one by one, as of the last refresh, in the order of their grants."""
-        return [
-            Running(entry.work, attempt, entry.output_tokens, entry.prefilled)
-            for (_, attempt), entry in self.entries.items()
-        ]
+        for (_, attempt), entry in self.entries.items():
+            yield Running(entry.work, attempt, entry.output_tokens, entry.prefilled)
 
     def _whole_blocks(self, work: Work, output_tokens: int) -> int:
         block = self.block_tokens
@@ -247,13 +250,17 @@ class Ledger:
         """Sums of the attempts of this process, by place, as its session reports them."""
         sums: dict[Place, InFlight] = {}
         for name, ledger in self._engines.items():
+            by_class: dict[str, list[int]] = {}
             for entry in ledger.entries.values():
                 if entry.claimed is None:
-                    key = (name, entry.work.class_name)
-                    was = sums.get(key, NOTHING)
-                    sums[key] = InFlight(
-                        was.works + 1, was.kv_tokens + entry.kv_tokens, was.prefill_tokens + entry.prefill_tokens
-                    )
+                    class_name = entry.work.class_name
+                    one = by_class.get(class_name)
+                    if one is None:
+                        one = by_class[class_name] = [0, 0, 0]
+                    one[0] += 1
+                    one[1] += entry.kv_tokens
+                    one[2] += entry.prefill_tokens
+            sums.update({(name, class_name): InFlight(*one) for class_name, one in by_class.items()})
         return sums
 
     def taken_over(self, session: Session, grants_seq: float) -> list[tuple[str, Entry]]:

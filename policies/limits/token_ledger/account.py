@@ -288,7 +288,7 @@ class Account:
             self.sums.count(entry, -1)
         return entry
 
-    def progressed(self, running: Sequence[Running], now_s: float) -> None:
+    def progressed(self, running: Iterable[Running], now_s: float) -> None:
         """Take over how far each attempt is, and make all sums anew."""
         known, entries = self.entries, {}
         for one in running:

@@ -30,6 +30,8 @@ class Heard(FixedLimits):
     events: list[SizingEvent]
 
     def on_event(self, event: SizingEvent, now_s: float) -> None:
+        if isinstance(event, Progressed):
+            event = Progressed(event.engine, list(event.running))
         self.events.append(event)
 
 
