@@ -81,6 +81,14 @@ SLA = _requests.counter(
     "model",
     "outcome",
 )
+DEADLINES = _requests.counter(
+    "headrace_deadline_total",
+    "",
+    "Works of classes with a deadline for their whole answers by whether they met it; a shed or failed work missed it.",
+    "class",
+    "model",
+    "outcome",
+)
 GOODPUT = _requests.counter(
     "headrace_goodput_total",
     "",

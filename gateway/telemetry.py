@@ -26,6 +26,7 @@ from gateway.errors import Refusal
 from gateway.instruments import (
     ATTEMPTS,
     BUILD_INFO,
+    DEADLINES,
     DECISION_TIME,
     DECISIONS,
     DISPATCH_BATCH,
@@ -153,13 +154,21 @@ class Telemetry:
     # What happens to works.
 
     def observe_outcome(
-        self, outcome: Outcome, *, sla_met: bool | None, sequences: int = 1, trace_id: str = "", at_s: float = 0.0
+        self,
+        outcome: Outcome,
+        *,
+        sla_met: bool | None,
+        deadline_met: bool | None = None,
+        sequences: int = 1,
+        trace_id: str = "",
+        at_s: float = 0.0,
     ) -> None:
         """Count one settled work.
 
-        sla_met     None for a class without a TTFT objective
-        sequences   that it asked for
-        trace_id    of the trace that tells of it, kept as an exemplar of its latencies at at_s, wall time; "": none
+        sla_met       None for a class without a TTFT objective
+        deadline_met  None for a class without a deadline for its whole answers
+        sequences     that it asked for
+        trace_id      of the trace that tells of it, kept as an exemplar of its latencies at at_s, wall time; "": none
         """
         key = (outcome.class_name, outcome.model, outcome.tenant, outcome.engine, outcome.result, outcome.status)
         kept = self._kept.get(key)
@@ -178,7 +187,7 @@ class Telemetry:
         kept.duration.observe(outcome.total_s)
         kept.request_batch.observe(sequences)
         completed = outcome.result is Result.COMPLETED
-        if completed and sla_met is not False:
+        if completed and sla_met is not False and deadline_met is not False:
             kept.goodput.value += 1
         if outcome.queued_s is not None:
             kept.queue_wait.observe(outcome.queued_s)
@@ -193,6 +202,8 @@ class Telemetry:
             kept.mark(outcome, trace_id, at_s)
         if sla_met is not None:
             self.add(SLA, 1, outcome.class_name, kept.model, "met" if sla_met else "missed")
+        if deadline_met is not None:
+            self.add(DEADLINES, 1, outcome.class_name, kept.model, "met" if deadline_met else "missed")
         if outcome.result is Result.SHED:
             self.add(SHEDS, 1, outcome.class_name, outcome.reason)
 

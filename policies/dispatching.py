@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from policies.estimators.prefix_caches import PrefixCaches
-from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, urgent
+from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, pressed, urgent
 from policies.placement import Candidate, Chosen, choose, eligible
 from policies.schema import Policy
 from policies.sizing import SizingPolicy, least
@@ -99,6 +99,8 @@ def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this 
             room.catch_up(patient)
         elif room.full >= asked or len(room.placements) >= MOST_PLACED:
             break
+    for work in pressed(waiting, now_s):
+        room.offer(work, "slack")
     for backlog in patient:
         while backlog.take_fair(room.fair):
             pass

@@ -82,6 +82,7 @@ class ClassPolicy:
     max_queue                 works that may wait; the next one is shed with 429
     max_wait_s                longest wait in our queue before a work is answered 503
     max_age_s                 without an objective: works about to be older go first; None: none does
+    deadline_s                without an objective: time from accepted to the end of the answer that is promised; None: none
     preemptible               without an objective: running works may be given up, and begun anew, for those with one
     min_share                 without an objective: part of what is in flight that it is entitled to while it waits
     """
@@ -98,6 +99,7 @@ class ClassPolicy:
     max_queue: Count = 1000
     max_wait_s: Seconds = 120.0
     max_age_s: Seconds | None = 120.0
+    deadline_s: Seconds | None = None
     min_share: Share = 0.05
     preemptible: Flag = True
 
@@ -368,6 +370,8 @@ PRESSING_FRACTION = 0.9
 """Part of max_age_s after which a work is pressing: the rest is the time in which it is got started."""
 PATIENCE_FRACTION = 0.25
 """Of max_wait_s, for a work whose first token is late."""
+SLACK_FRACTION = 0.25
+"""Of the time that a whole answer may take: with less of it left its work goes before others that can wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +431,13 @@ class Policy:
         if work.deadline_s is None or now_s <= work.deadline_s:
             return False
         return now_s - work.accepted_s < PATIENCE_FRACTION * self.class_policy(work.class_name).max_wait_s
+
+    def finish_by_s(self, class_name: str, accepted_s: float, client_waits_s: float | None) -> float | None:
+        """Pool time by which the whole answer is due: the class's deadline, or the client's end of patience where that is
+        sooner. None for a class with a TTFT objective, and where nobody says."""
+        one = self.class_policy(class_name)
+        bounds_s = [bound_s for bound_s in (one.deadline_s, client_waits_s) if bound_s is not None]
+        return None if one.has_ttft_objective or not bounds_s else accepted_s + min(bounds_s)
 
     def any_overdue(self, works: Iterable[Work], now_s: float) -> bool:
         """Whether one of the works is `overdue`."""

@@ -65,6 +65,7 @@ class Work:
     sequences       sequences the engine will decode for it (prompts x n), >= 1
     accepted_s      pool time at which the gateway took responsibility
     deadline_s      pool time by which the first token is due; None for a class without a TTFT objective
+    finish_by_s     of a class without one: pool time by which the whole answer is due; None: at any time
     rank            order inside its (class, tenant), low first; the queue orders by nothing else
     attempt         tries already made, >= 0
     prefix          how its request begins: digests of its first 1, 2, 4, ... KiB with dots between, "" for a short one; two
@@ -89,6 +90,7 @@ class Work:
     pinned_engine: str | None = None
     avoid: frozenset[str] = frozenset()
     prefix: str = ""
+    finish_by_s: float | None = None
 
 
 def _any_path(_path: str) -> bool:

@@ -83,3 +83,12 @@ def sla_met(outcome: Outcome, work: Work, policy: Policy) -> bool | None:
     if objective_s is None or outcome.result in {Result.CANCELLED, Result.CLIENT_ERROR}:
         return None
     return outcome.result is Result.COMPLETED and outcome.ttft_s is not None and outcome.ttft_s <= objective_s
+
+
+def deadline_met(outcome: Outcome, work: Work, policy: Policy) -> bool | None:
+    """Whether a work ended within its class's `deadline_s`; None where there is none to meet."""
+    one = policy.class_policy(work.class_name)
+    gone = outcome.result in {Result.CANCELLED, Result.CLIENT_ERROR}
+    if one.deadline_s is None or one.has_ttft_objective or gone:
+        return None
+    return outcome.result is Result.COMPLETED and outcome.total_s <= one.deadline_s

@@ -90,13 +90,14 @@ class Intake:
         )
         return replace(found, rank=found.rank + number * RANK_STEP_S)
 
-    def work(self, exchange: Exchange, found: Classified) -> Work:
+    def work(self, exchange: Exchange, found: Classified, policy: Policy) -> Work:
         """What the queue will order. Raises Refusal for a stored response that is not known."""
         facts = exchange.facts
         accepted_s, deadline_s = self._accepted_pool_s(exchange), found.deadline_s
-        if deadline_s is not None and exchange.read_timeout_s is not None:
+        waits_s = None if exchange.read_timeout_s is None else CLIENTS_SHARE * exchange.read_timeout_s
+        if deadline_s is not None and waits_s is not None:
             # Who waits for less time than the class promises is served in that time or not at all.
-            deadline_s = min(deadline_s, accepted_s + CLIENTS_SHARE * exchange.read_timeout_s)
+            deadline_s = min(deadline_s, accepted_s + waits_s)
         pinned = None
         if facts.previous_response_id is not None:
             pinned = self._affinity.keeper(facts.previous_response_id)
@@ -112,6 +113,7 @@ class Intake:
             max_tokens=facts.max_tokens,
             sequences=facts.sequences,
             deadline_s=deadline_s,
+            finish_by_s=policy.finish_by_s(found.class_name, accepted_s, waits_s),
             pinned_engine=pinned,
             prefix="" if exchange.path in PADDED_PATHS else _prefix(exchange.body),
         )

@@ -24,7 +24,7 @@ from gateway.dispatch import refusals
 from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
 from gateway.dispatch.capacity import Capacity
-from gateway.dispatch.course import Course, sla_met
+from gateway.dispatch.course import Course, deadline_met, sla_met
 from gateway.dispatch.dispatcher import Dispatcher, Sink
 from gateway.dispatch.faults import Fault, blame
 from gateway.dispatch.flow import Flow
@@ -133,7 +133,7 @@ class Service:
             found = self._intake.classified(exchange, policy, pattern)
             batch = split(exchange, policy.class_policy(found.class_name).inputs_max)
             if batch is None:
-                await self._serve_work(exchange, reply, Course(self._intake.work(exchange, found)), policy)
+                await self._serve_work(exchange, reply, Course(self._intake.work(exchange, found, policy)), policy)
             else:
                 await self._serve_parts(batch, reply, found, policy)
         except asyncio.CancelledError:
@@ -169,7 +169,7 @@ class Service:
     async def _serve_parts(self, batch: Batch, reply: Reply, found: Classified, policy: Policy) -> None:
         """Carry a request batch in parts, each a work, and its answer as one. It is admitted, or refused, as a whole."""
         exchange = batch.exchange
-        course = Course(self._intake.work(exchange, found))
+        course = Course(self._intake.work(exchange, found, policy))
         try:
             self._admit(course, policy, works=min(len(batch), PARTS_AT_ONCE))
         except Refusal as refusal:
@@ -186,7 +186,8 @@ class Service:
                 tasks = []
                 for number in range(len(batch)):
                     part = await assembly.start(number)
-                    work = self._intake.work(part.exchange, self._intake.part_of(found, part.exchange, number, policy))
+                    part_found = self._intake.part_of(found, part.exchange, number, policy)
+                    work = self._intake.work(part.exchange, part_found, policy)
                     part_course = Course(work, accepted=True)
                     tasks.append(group.create_task(self._serve_work(part.exchange, part, part_course, policy)))
                 await asyncio.wait(tasks)
@@ -444,6 +445,7 @@ class Service:
         self._telemetry.observe_outcome(
             outcome,
             sla_met=sla_met(outcome, work, policy),
+            deadline_met=deadline_met(outcome, work, policy),
             sequences=work.sequences,
             trace_id=course.trace_id(exchange),
             at_s=self._clock.pool_s(),

@@ -61,6 +61,8 @@ def _fields(work: Work) -> dict[str, object]:
         fields["sequences"] = work.sequences
     if work.deadline_s is not None:
         fields["deadline_s"] = work.deadline_s
+    if work.finish_by_s is not None:
+        fields["finish_by_s"] = work.finish_by_s
     if work.pinned_engine is not None:
         fields["pinned_engine"] = work.pinned_engine
     if work.prefix:
@@ -102,6 +104,7 @@ def _work(work_id: str, fields: Mapping[str, Any], *, rank: float, **changed: An
         max_tokens=get("max_tokens"),
         sequences=get("sequences", 1),
         deadline_s=get("deadline_s"),
+        finish_by_s=get("finish_by_s"),
         pinned_engine=get("pinned_engine"),
         prefix=get("prefix", ""),
         **changed,

@@ -338,6 +338,7 @@ class World:
             rank=accepted_s if deadline_s is None else deadline_s,
             prompt_tokens=prompt_tokens,
             deadline_s=deadline_s,
+            finish_by_s=policy.finish_by_s(class_name, accepted_s, None),
             prefix=request.prefix,
         )
 

@@ -1,12 +1,13 @@
 """Waiting works in the order in which they are offered a place.
 
-Four turns, and the first that takes a work keeps it:
+Five turns, and the first that takes a work keeps it:
 
 1. *overdue*  works without a TTFT objective that are about to reach max_age_s, the longest due first, while their class
               has less than OVERDUE_SHARE;
 2. *share*    works of classes without a TTFT objective that have less than their min_share;
 3. *deadline* works with a TTFT objective, by deadline (EDF), whatever their class or tenant;
-4. *fair*     the rest: classes in the document's order, tenants by fair share, a tenant's works by rank, mates together
+4. *slack*    works without one whose whole answer is due, when a quarter of their time is left, the first due first;
+5. *fair*     the rest: classes in the document's order, tenants by fair share, a tenant's works by rank, mates together
               (`gather`).
 
 After each work that turn 3 places, turns 1 and 2 are looked at again, since what runs has changed.
@@ -28,7 +29,7 @@ from operator import itemgetter
 
 from policies.ordering.gather import gathered
 from policies.ordering.tenants import TenantCounters, prompt_cost
-from policies.schema import Policy
+from policies.schema import SLACK_FRACTION, Policy
 from policies.vocabulary import Work
 
 OVERDUE_SHARE = 0.5
@@ -51,8 +52,20 @@ def urgent(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters) -> 
     return [row[4] for row in due]
 
 
+def pressed(waiting: Iterable[Work], now_s: float) -> list[Work]:
+    """Turn 4. Who is due no more has nothing to gain, and waits for its fair turn."""
+    found = [
+        (work.finish_by_s, work.rank, work.id, work)
+        for work in waiting
+        if work.finish_by_s is not None
+        and 0 < work.finish_by_s - now_s <= SLACK_FRACTION * (work.finish_by_s - work.accepted_s)
+    ]
+    found.sort(key=itemgetter(0, 1, 2))
+    return [row[3] for row in found]
+
+
 def backlogs(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters, now_s: float) -> list[Backlog]:
-    """Turns 1, 2 and 4: the works without an objective by class and model, most preferred class first."""
+    """Turns 1, 2 and 5: the works without an objective by class and model, most preferred class first."""
     objective = {name for name, one in policy.classes.items() if one.has_ttft_objective}
     found: dict[tuple[str, str], dict[str, list[Work]]] = {}
     lane: list[Work] = []

@@ -14,6 +14,7 @@ from policies.estimators.prefix_caches import FIRST_LEVEL_BYTES
 from tests.gateway.test_relay import FakeClock, FakeDownstream
 from tests.policies.worlds import policy
 
+POLICY = policy("version: 1\nclasses: {chat: {ttft_sla_s: 30}, night: {}, batch: {deadline_s: 3600}}\n")
 BEGINNING = b'{"prompt": "' + b"Summarise the following minutes. " * 80
 
 
@@ -58,7 +59,7 @@ def found(deadline_s: float | None = None) -> Classified:
 def test_bulk_works_that_begin_alike_say_so_and_others_do_not(intake: Intake) -> None:
     bodies = [BEGINNING + end for end in (b"Monday", b"Tuesday")] + [BEGINNING.replace(b"minutes", b"letters")]
 
-    one, mate, other = (intake.work(exchange(body), found()).prefix for body in bodies)
+    one, mate, other = (intake.work(exchange(body), found(), POLICY).prefix for body in bodies)
 
     assert len(BEGINNING) > 2 * FIRST_LEVEL_BYTES
     assert one == mate != other
@@ -75,14 +76,14 @@ def test_bulk_works_that_begin_alike_say_so_and_others_do_not(intake: Intake) ->
     ids=["is gathered by its length", "is short"],
 )
 def test_a_work_whose_beginning_nobody_reads_has_none(intake: Intake, body: bytes, path: str) -> None:
-    assert intake.work(exchange(body, path=path), found()).prefix == ""
+    assert intake.work(exchange(body, path=path), found(), POLICY).prefix == ""
 
 
 def test_the_next_turn_of_a_conversation_shares_all_whole_levels_with_the_one_before(intake: Intake) -> None:
     turn = b'{"messages": [' + b"".join(b'{"role": "user", "content": "%d"},' % n for n in range(200))
     bodies = turn + b'{"role": "user", "content": "so?"}]}', turn + b'{"role": "user", "content": "so?"},' * 100 + b"]}"
 
-    first, following = (intake.work(exchange(body), found(100.0)).prefix.split(".") for body in bodies)
+    first, following = (intake.work(exchange(body), found(100.0), POLICY).prefix.split(".") for body in bodies)
 
     assert len(first) == 3
     assert following[: len(first)] == first
@@ -93,7 +94,7 @@ def test_who_waits_for_less_than_the_class_promises_has_an_earlier_deadline(inta
     hasty = exchange()
     hasty.read_timeout_s = 5.0
 
-    work = intake.work(hasty, found(deadline_s=120.0))
+    work = intake.work(hasty, found(deadline_s=120.0), POLICY)
 
     assert work.deadline_s == 90.0 + CLIENTS_SHARE * 5.0
     assert work.rank == work.deadline_s
@@ -113,8 +114,37 @@ def test_a_stored_response_binds_its_follower_to_the_engine_that_keeps_it(intake
     follower = exchange(path="/v1/responses", previous_response_id="resp_1")
 
     with pytest.raises(Refusal, match="'resp_1' is not known here"):
-        intake.work(follower, found())
+        intake.work(follower, found(), POLICY)
     affinity.keep("resp_1", "e1")
 
-    work = intake.work(follower, found())
+    work = intake.work(follower, found(), POLICY)
     assert (work.pinned_engine, work.model) == ("e1", "smollm2")
+
+
+@pytest.mark.parametrize(
+    ("class_name", "waits_s", "finish_in_s"),
+    [
+        ("batch", None, 3600.0),
+        ("batch", 600.0, 540.0),
+        ("batch", 9000.0, 3600.0),
+        ("night", 600.0, 540.0),
+        ("night", None, None),
+    ],
+)
+def test_a_whole_answer_is_due_when_its_class_or_its_client_says(
+    intake: Intake, class_name: str, waits_s: float | None, finish_in_s: float | None
+) -> None:
+    one = exchange()
+    one.read_timeout_s = waits_s
+
+    work = intake.work(one, Classified(class_name, "rule 1: path", None, rank=90.0), POLICY)
+
+    assert work.deadline_s is None
+    assert work.finish_by_s == (None if finish_in_s is None else work.accepted_s + finish_in_s)
+
+
+def test_a_work_with_an_objective_has_no_other_deadline(intake: Intake) -> None:
+    one = exchange()
+    one.read_timeout_s = 600.0
+
+    assert intake.work(one, found(deadline_s=120.0), POLICY).finish_by_s is None

@@ -192,6 +192,37 @@ def test_a_backlog_that_is_overdue_as_a_whole_leaves_half_to_the_urgent() -> Non
     assert Counter(one.work.class_name for one in placed) == {"chat": 32, "night": 32}
 
 
+def promised(id: str, *, left_s: float, allowed_s: float = 100.0) -> Work:
+    """Bulk of the last class whose whole answer is due in left_s of the allowed_s that it had."""
+    return replace(work(id, "scrap", accepted_s=NOW_S - allowed_s + left_s), finish_by_s=NOW_S + left_s)
+
+
+def test_bulk_with_little_slack_goes_before_other_bulk_and_after_the_urgent() -> None:
+    waiting = [work("bulk", "night"), promised("soon", left_s=20), promised("sooner", left_s=10), work("urgent")]
+
+    placed = plan(waiting, [engine()])
+
+    assert [(one.work.id, one.decision.reason) for one in placed] == [
+        ("bulk", "share"),
+        ("urgent", "deadline"),
+        ("sooner", "slack"),
+        ("soon", "slack"),
+    ]
+
+
+@pytest.mark.parametrize("left_s", [30.0, -1.0], ids=["has time", "is late already"])
+def test_bulk_that_nothing_presses_waits_for_its_turn(left_s: float) -> None:
+    (placed,) = plan([promised("one", left_s=left_s)], [engine()])
+
+    assert placed.decision.reason == "fair"
+
+
+def test_bulk_with_little_slack_lifts_no_window() -> None:
+    placed = plan([promised(f"w{number}", left_s=10) for number in range(9)], [engine()])
+
+    assert [one.work.id for one in placed] == ["w0", "w1"]
+
+
 def test_a_class_below_its_share_goes_first() -> None:
     placed = plan([work("urgent"), work("owed", "night")], [engine(in_flight={"chat": 7})])
 

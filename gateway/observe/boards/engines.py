@@ -184,6 +184,13 @@ BOARD = Board(
                     width=12,
                 ),
                 Panel(
+                    "Expected in prefix caches",
+                    "Prompt tokens of placed requests that their engine was sent before; conversations come back to it.",
+                    (Query(per_second(of.PREFIX_EXPECTED, "engine", _ENGINE), "{{engine}}"),),
+                    unit="short",
+                    width=12,
+                ),
+                Panel(
                     "Drift from the profile",
                     "How far the speed learned in service is from the stored profile; above 20 % measure again.",
                     (Query(gauge(of.PROFILE_DRIFT, "engine", _ENGINE), "{{engine}}"),),

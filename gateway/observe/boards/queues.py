@@ -57,6 +57,21 @@ BOARD = Board(
                     steps=((0.0, "red"), (0.97, "orange"), (0.99, "green")),
                 ),
                 Panel(
+                    "Deadlines met",
+                    "Part of the works of classes with a deadline for whole answers that ended in time.",
+                    (
+                        Query(
+                            f"{per_second(of.DEADLINES, 'class', chosen('class', 'model', outcome='met'))} /"
+                            f" {per_second(of.DEADLINES, 'class', _BOTH)}",
+                            "{{class}}",
+                        ),
+                    ),
+                    unit="percentunit",
+                    width=6,
+                    high=1.0,
+                    steps=((0.0, "red"), (0.97, "orange"), (0.99, "green")),
+                ),
+                Panel(
                     "Goodput of all",
                     "Works completed inside their objective, as a part of all works.",
                     (
