@@ -324,6 +324,12 @@ PREDICTION_ERROR = _engines.gauge(
     " learned.",
     "engine",
 )
+TTFT_FACTOR = _engines.gauge(
+    "headrace_engine_ttft_factor_ratio",
+    "ratio",
+    "First tokens of the last half minute over what was predicted of them, 0.7 to 1.4; absent: not learned.",
+    "engine",
+)
 PROFILE_DRIFT = _engines.gauge(
     "headrace_engine_profile_drift_ratio",
     "ratio",

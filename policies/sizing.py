@@ -99,7 +99,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class LearnedStep:
-    """What was learned of how long an engine's steps take, in seconds. error: typical, relative; seen: observations."""
+    """What was learned of how long an engine's steps take, in seconds. error: typical, relative; seen: observations;
+    ttft_factor: times what the steps say, by the first tokens of the last half minute."""
 
     base_s: float
     per_sequence_s: float
@@ -107,6 +108,7 @@ class LearnedStep:
     per_prompt_token_s: float
     error: float
     seen: int
+    ttft_factor: float = 1.0
 
 
 class SizingPolicy(Protocol):

@@ -30,6 +30,7 @@ from gateway.instruments import (
     PREDICTION_ERROR,
     PROFILE_DRIFT,
     REDIS_UP,
+    TTFT_FACTOR,
 )
 from gateway.profiling.live import drift
 from gateway.telemetry import Telemetry
@@ -122,9 +123,9 @@ class Overview:
             telemetry.gpu(engine.name, engine.gpu_shown(now_s), idle_power_w=self._gpu_watch.idle_power_w(engine))
             telemetry.set(PROFILE_DRIFT, self._drift(engine.name), engine.name)
             learned = self._sizing.learned_step(engine.name)
-            telemetry.set(
-                PREDICTION_ERROR, learned.error if learned is not None and learned.seen else None, engine.name
-            )
+            known = learned if learned is not None and learned.seen else None
+            telemetry.set(PREDICTION_ERROR, None if known is None else known.error, engine.name)
+            telemetry.set(TTFT_FACTOR, None if known is None else known.ttft_factor, engine.name)
         out = [(engine.name, engine.standing.why) for engine in self._roster]
         telemetry.set_only(ENGINE_OUT, {(name, why): 1 for name, why in out if why is not None})
         telemetry.set_only(

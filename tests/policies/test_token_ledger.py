@@ -58,6 +58,7 @@ SCENE = Scene(
     seats=None,
     patient_seats=None,
     usual_memory_fraction=None,
+    ttft_factor=1.0,
     oversize_due=False,
 )
 
@@ -454,6 +455,38 @@ def test_the_objective_of_a_promised_slowdown_is_by_what_the_engine_was_seen_to_
 
     assert thresholds[1] > 2.5 * thresholds[0]
     assert thresholds[1] < 1.3 * 1.6 * (1 + guards.MOST_DOUBT)
+
+
+def test_first_tokens_that_come_late_let_less_bulk_in_and_early_ones_no_more() -> None:
+    account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
+    one = Asked(100, 1, None, NOTHING[:4], NOTHING)
+
+    usual, slow, quick = (
+        guards.first_token(replace(SCENE, ttft_factor=factor), one, account.step, fields) for factor in (1.0, 1.3, 0.8)
+    )
+
+    assert usual is not None
+    assert slow is not None
+    assert slow.value == pytest.approx(1.3 * usual.value)
+    assert quick == usual
+
+
+def test_first_tokens_of_late_correct_what_is_predicted_for_placement() -> None:
+    ledger = TokenLedger(POLICY)
+    view, one = running(ledger, 2), work("c", "chat", prompt_tokens=400)
+    usual_s = ledger.admit(one, view, NOW_S).first_token_s or 0.0
+    ledger.on_event(Granted(one, "e0", 1), NOW_S)
+    ledger.on_event(FirstToken(one, "e0", 2 * usual_s), NOW_S)
+    ledger.on_event(Sampled(view), NOW_S)
+
+    learned = ledger.learned_step("e0")
+    soon_s, later_s = (
+        ledger.admit(work("x", "chat", prompt_tokens=400), view, NOW_S + at_s).first_token_s or 0.0 for at_s in (0, 600)
+    )
+
+    assert learned is not None
+    assert learned.ttft_factor == pytest.approx(1.08)
+    assert soon_s == pytest.approx(1.08 * later_s)
 
 
 def test_on_a_slow_engine_one_long_prompt_after_the_other_is_let_in() -> None:

@@ -184,6 +184,13 @@ BOARD = Board(
                     width=12,
                 ),
                 Panel(
+                    "First tokens over predicted",
+                    "Of the last half minute; above 1 an engine is slower than it was, and bulk there is held back.",
+                    (Query(gauge(of.TTFT_FACTOR, "engine", _ENGINE), "{{engine}}"),),
+                    unit="percentunit",
+                    width=12,
+                ),
+                Panel(
                     "Expected in prefix caches",
                     "Prompt tokens of placed requests that their engine was sent before; conversations come back to it.",
                     (Query(per_second(of.PREFIX_EXPECTED, "engine", _ENGINE), "{{engine}}"),),

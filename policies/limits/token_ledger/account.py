@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from policies.estimators.correction import Correction
 from policies.estimators.offset import OffsetFilter
 from policies.estimators.pace import TAKEN_IN_FACTOR
 from policies.estimators.step_model import StepModel
@@ -36,6 +37,8 @@ in meanwhile nobody knows."""
 PEAK_KEPT_S = 600
 """Seconds of which the peak of the urgent classes' memory is remembered."""
 FIRST_TOKENS_S = 10.0
+UNHINDERED = 1.25
+"""A work behind which no more than so many times its own prompt is pending tells of the engine and not of the queue in it."""
 LEAST_FIRST_TOKENS = 5
 LATE_SHARE = 0.9
 """Of the time allowed, in the engine alone: more is late."""
@@ -201,6 +204,7 @@ class Account:
         "_peak_sequences",
         "_peaks",
         "_urgent",
+        "correction",
         "entries",
         "first_tokens",
         "gap_s",
@@ -218,6 +222,7 @@ class Account:
         self.entries: dict[AttemptKey, Entry] = {}
         self.sums = Sums()
         self.step = StepModel()
+        self.correction = Correction()
         self.offset = OffsetFilter()
         self.urgent_tokens = 0
         self.urgent_peak_tokens = 0.0
@@ -261,6 +266,8 @@ class Account:
         self.sums.prefill(entry, -1)
         entry.prefilled = True
         self._gap_prompts += entry.work.prompt_tokens
+        if entry.behind[0] <= UNHINDERED * entry.work.prompt_tokens:
+            self.correction.saw(event.engine_ttft_s, self.step.ttft_s(*entry.behind), now_s)
         self.step.saw_first_token(event.engine_ttft_s, *entry.behind)
         work = event.work
         if work.deadline_s is not None and work.deadline_s > work.accepted_s:

@@ -55,6 +55,7 @@ class Scene:
     seats, patient_seats           by the engine's own word; those that works without an objective may take, told or found;
                                    None: not known
     usual_memory_fraction          the least GPU memory in use that was ever seen here
+    ttft_factor                    times the predicted first token, by those of late
     oversize_due                   time for one prompt that nobody with an objective could be in time behind
     """
 
@@ -77,6 +78,7 @@ class Scene:
     seats: int | None
     patient_seats: int | None
     usual_memory_fraction: float | None
+    ttft_factor: float
     oversize_due: bool
 
 
@@ -159,11 +161,12 @@ def knee(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing
 
 
 def first_token(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading | None:
-    """An urgent work with a long prompt that arrives right after this one: its predicted first token."""
+    """An urgent work with a long prompt that arrives right after this one: its predicted first token. What came later than
+    predicted of late makes it longer; what came earlier does not let more in."""
     hypothesis = scene.hypothesis
     if hypothesis.tokens is None or hypothesis.objective_s is None:
         return None
-    doubt = 1 + min(MOST_DOUBT, model.error)
+    doubt = (1 + min(MOST_DOUBT, model.error)) * max(1.0, scene.ttft_factor)
     pending = scene.pending_urgent + scene.pending_patient + scene.queued_tokens + asked.prompt_tokens
     value = doubt * model.ttft_s(pending + hypothesis.tokens, scene.sequences + asked.sequences, scene.held_tokens)
     alone = doubt * alone_s(hypothesis.tokens, model)

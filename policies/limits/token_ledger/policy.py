@@ -100,7 +100,7 @@ class TokenLedger:
         if work.class_name in self._objectives:
             scene = seen[2]
             pending = scene.pending_urgent + scene.pending_patient + work.prompt_tokens
-            first_s = mine.account.step.ttft_s(pending, scene.sequences + 1, scene.held_tokens)
+            first_s = scene.ttft_factor * mine.account.step.ttft_s(pending, scene.sequences + 1, scene.held_tokens)
         return Verdict.of(readings, steps, first_s)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
@@ -136,7 +136,7 @@ class TokenLedger:
             return None
         step = mine.account.step
         base_s, sequence_s, context_s, prompt_s = step.theta
-        return LearnedStep(base_s, sequence_s, context_s, prompt_s, step.error, step.observations)
+        return LearnedStep(base_s, sequence_s, context_s, prompt_s, step.error, step.observations, mine.ttft_factor)
 
     def snapshot(self) -> Mapping[str, object]:
         return {
@@ -242,6 +242,7 @@ class TokenLedger:
             seats=told_seats(engine),
             patient_seats=None if seats is None else guards.patient_seats(seats, account.urgent_peak_sequences),
             usual_memory_fraction=mine.usual_memory_fraction,
+            ttft_factor=account.correction.factor(now_s),
             oversize_due=now_s - mine.oversize_s >= OVERSIZE_EVERY_S,
         )
 
@@ -308,6 +309,7 @@ class TokenLedger:
         if now_s - self._rebuilt_s >= REBUILD_S:
             self._rebuild(now_s)
         mine.hear(view, now_s)
+        mine.ttft_factor = account.correction.factor(now_s)
         if now_s - mine.noted_s >= 1.0:
             mine.noted_s = now_s
             account.note_peak()
@@ -409,6 +411,7 @@ class _Engine:
     hypothesis: Hypothesis = field(default_factory=Hypothesis)
     oversize_s: float = -math.inf
     hot_s: float = -math.inf
+    ttft_factor: float = 1.0
     noted_s: float = -math.inf
     steps_to_overflow: float | None = None
     seen: tuple[EngineView, float, Scene] | None = None
