@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 from policies.estimators.prefix_caches import PrefixCaches
 from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, pressed, urgent
@@ -36,10 +35,6 @@ GOLDEN = 0.6180339887498949
 Kind = tuple[str, str, str, str | None, frozenset[str], bool]
 """(class, model, path, pin, avoid, late): works of one kind may run on the same engines, and are bound by the same guards."""
 
-Shut = Mapping[str, Mapping[str, Verdict]]
-"""Classes for which no engine has room, each with the refusals by engine."""
-NONE_SHUT: Shut = MappingProxyType({})
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -50,16 +45,30 @@ class Placement:
     decision: Decision
 
 
-def shut_classes(names: Iterable[str], engines: Sequence[EngineView], sizing: SizingPolicy, now_s: float) -> Shut:
-    """Of these classes those for which no engine that is up has room, not even for the least work; O(names x engines)."""
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Which engines have no room even for the least work of a class, and so for none. It holds for a round: room only shrinks.
+
+    refusals   by class and engine
+    shut       classes that no engine that is up has room for
+    """
+
+    refusals: Mapping[str, Mapping[str, Verdict]] = field(default_factory=dict)
+    shut: frozenset[str] = frozenset()
+
+
+NONE_FULL = Full()
+
+
+def look_for_room(names: Iterable[str], engines: Sequence[EngineView], sizing: SizingPolicy, now_s: float) -> Full:
+    """Ask for the least work of each of these classes, O(names x engines)."""
     up = [view for view in engines if view.state is EngineState.UP]
-    found = {}
+    refusals = {}
     for name in names:
         work = least(name, now_s)
-        refusals = {view.name: sizing.admit(work, view, now_s) for view in up}
-        if not any(one.admitted for one in refusals.values()):
-            found[name] = refusals
-    return found
+        verdicts = ((view.name, sizing.admit(work, view, now_s)) for view in up)
+        refusals[name] = {engine: verdict for engine, verdict in verdicts if not verdict.admitted}
+    return Full(refusals, frozenset(name for name, refused in refusals.items() if len(refused) == len(up)))
 
 
 def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this order
@@ -72,7 +81,7 @@ def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this 
     *,
     tenants: TenantCounters | None = None,
     due: Sequence[Work] | None = None,
-    shut: Shut = NONE_SHUT,
+    full: Full = NONE_FULL,
     caches: PrefixCaches | None = None,
 ) -> tuple[list[Placement], list[DispatchBatch]]:
     """Plan one round over a look-ahead into the queue: what starts where, and what that comes to for each engine.
@@ -82,14 +91,14 @@ def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this 
     draw      uniform in [0, 1)
     tenants   service so far and works in flight by tenant; read, never changed. None: all tenants are level
     due       the works with a deadline in the order in which they are offered (`feasibility.Outlook`); None: by deadline
-    shut      as `shut_classes` found: their works are left out
+    full      as `look_for_room` found: who finds no room there is not asked for again
     caches    what was sent where; read, never changed. None: nothing was
     """
     counters = TenantCounters() if tenants is None else tenants
-    room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters, shut=shut, caches=caches)
-    if shut:
-        waiting = [work for work in waiting if work.class_name not in shut]
-        due = None if due is None else [work for work in due if work.class_name not in shut]
+    room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters, full=full, caches=caches)
+    if full.shut:
+        waiting = [work for work in waiting if work.class_name not in full.shut]
+        due = None if due is None else [work for work in due if work.class_name not in full.shut]
     patient = backlogs(waiting, policy, counters, now_s)
     room.catch_up(patient)
     due = urgent(waiting, policy, counters) if due is None else due
@@ -159,6 +168,7 @@ class _Round:
         "_placed",
         "_placed_by_tenant",
         "_policy",
+        "_refusals",
         "_refused",
         "_sizing",
         "_tenants",
@@ -176,21 +186,22 @@ class _Round:
         now_s: float,
         draw: float,
         tenants: TenantCounters,
-        shut: Shut,
+        full: Full,
         caches: PrefixCaches | None,
     ) -> None:
         self.placements: list[Placement] = []
         self.full: set[str] = set()
         self._up = sum(view.state is EngineState.UP for view in engines)
         self._candidates = sorted(map(Candidate, engines), key=_name)
-        for refusals in shut.values():
+        self._refusals = full.refusals
+        for refusals in full.refusals.values():
             for candidate in self._candidates:
                 if candidate.view.name in refusals:
                     candidate.bound = refusals[candidate.view.name].binding
         self._sizing, self._policy, self._now_s, self._draw, self._tenants = sizing, policy, now_s, draw, tenants
         self._caches = caches
         self._grants = tenants.grants()
-        self._by_kind: dict[Kind, list[Candidate]] = {}
+        self._by_kind: dict[Kind, tuple[list[Candidate], bool]] = {}
         self._in_flight: dict[str, dict[str, float]] = {}
         self._refused: dict[tuple[Kind, str], _Refused] = {}
         self._closed: set[Kind] = set()
@@ -212,19 +223,12 @@ class _Round:
         if _capped(work, self._policy, in_flight):
             return False
         spread = _spread(work, self._policy)
-        chosen = choose(
-            work,
-            self._eligible(kind, work),
-            self._sizing,
-            self._now_s,
-            spread=spread,
-            draw=self._draw,
-            caches=self._caches,
-        )
+        able, all_up = self._eligible(kind, work)
+        chosen = choose(work, able, self._sizing, self._now_s, spread=spread, draw=self._draw, caches=self._caches)
         if chosen is None:
-            if refused is None and not self._least_fits(kind, work):
+            if refused is None and not self._least_fits(work, able):
                 self._closed.add(kind)
-                if not late and len(self._eligible(kind, work)) == self._up:
+                if not late and all_up:
                     self.full.add(work.class_name)
             self._refused[kind, work.tenant] = _Refused.after(refused, work)
             return False
@@ -284,16 +288,19 @@ class _Round:
         for model in view.models & self._in_flight.keys():
             _count(self._in_flight[model], work.class_name)
 
-    def _least_fits(self, kind: Kind, work: Work) -> bool:
-        """Whether some engine has room for the smallest work of the kind, whoever asks."""
+    def _least_fits(self, work: Work, able: Iterable[Candidate]) -> bool:
+        """Whether one of the engines has room for the smallest work of the kind, whoever asks."""
         least = replace(work, tenant="", prompt_tokens=0, max_tokens=1, sequences=1)
-        return any(self._sizing.admit(least, one.view, self._now_s).admitted for one in self._eligible(kind, work))
+        return any(self._sizing.admit(least, one.view, self._now_s).admitted for one in able)
 
-    def _eligible(self, kind: Kind, work: Work) -> list[Candidate]:
+    def _eligible(self, kind: Kind, work: Work) -> tuple[list[Candidate], bool]:
+        """(the engines that may run the kind and are not known to be full, whether the kind may run on all that are up)."""
         found = self._by_kind.get(kind)
         if found is None:
-            found = [candidate for candidate in self._candidates if eligible(work, candidate.view)]
-            self._by_kind[kind] = found
+            able = [candidate for candidate in self._candidates if eligible(work, candidate.view)]
+            full = self._refusals.get(work.class_name, {})
+            open_ones = [candidate for candidate in able if candidate.view.name not in full]
+            found = self._by_kind[kind] = open_ones, len(able) == self._up
         return found
 
 

@@ -56,6 +56,7 @@ class Candidate:
     foreign: float = field(init=False)
     context: float = field(init=False)
     bound: Guard = Guard.NONE
+    _windows: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.context = _context(self.view)
@@ -76,6 +77,13 @@ class Candidate:
             prefill_tokens=view.prefill_tokens + work.prompt_tokens,
             last_grant_s=now_s,
         )
+
+    def window(self, class_name: str, sizing: SizingPolicy) -> int:
+        """The class's window in requests, which stands during a round; 1 where it has none."""
+        found = self._windows.get(class_name)
+        if found is None:
+            found = self._windows[class_name] = sizing.window(self.view, class_name).requests or 1
+        return found
 
     def load(self) -> float:
         """Works here, ours and foreign, and pending prefill in works; >= 0."""
@@ -128,34 +136,40 @@ def choose(
     caches       what was sent where; None: nothing was
     """
     wanted = _wanted_context(work, (candidate.context for candidate in candidates))
+    able = [
+        (candidate, 0 if caches is None else caches.tokens(candidate.view.name, work))
+        for candidate in candidates
+        if candidate.context >= wanted
+    ]
+    if not spread:  # the first with room takes it: a verdict is dear, and most have room
+        able.sort(key=lambda pair: _packing(pair[0], pair[1], work, sizing), reverse=True)
     open_now: list[Chosen] = []
-    for candidate in candidates:
-        if candidate.context >= wanted:
-            verdict = sizing.admit(work, candidate.view, now_s)
-            if verdict.admitted:
-                cached = 0 if caches is None else caches.tokens(candidate.view.name, work)
-                open_now.append(Chosen(candidate, verdict, cached))
-            else:
-                candidate.bound = verdict.binding
+    for candidate, cached in able:
+        verdict = sizing.admit(work, candidate.view, now_s)
+        if not verdict.admitted:
+            candidate.bound = verdict.binding
+            continue
+        open_now.append(Chosen(candidate, verdict, cached))
+        if not spread:
+            break
     if len(open_now) < 2:
         return open_now[0] if open_now else None
-    if not spread:
-        return max(open_now, key=lambda one: _packing(one, work, sizing))
     if all(one.verdict.first_token_s is not None for one in open_now):
         objective_s = _objective_s(work)
         scores = [_score(one, objective_s, sizing) for one in open_now]
         enough = max(COMFORT, min(scores) * (1 + NEAR_FRACTION))
         open_now = [one for one, score in zip(open_now, scores, strict=True) if score <= enough]
-    loads = [_saturation(one, work, sizing) for one in open_now]
+    loads = [_saturation(one.candidate, one.cached_tokens, work, sizing) for one in open_now]
     least, margin = min(loads)
     bound = least + max(least * NEAR_FRACTION, margin)
     near = [one for one, (load, _) in zip(open_now, loads, strict=True) if load <= bound]
     return near[min(int(draw * len(near)), len(near) - 1)]
 
 
-def _packing(one: Chosen, work: Work, sizing: SizingPolicy) -> tuple[bool, bool, float]:
+def _packing(candidate: Candidate, cached_tokens: int, work: Work, sizing: SizingPolicy) -> tuple[bool, bool, float]:
     """Where work that can wait goes: spot capacity, then where half of its prompt is cached, then where most is."""
-    return one.candidate.view.spot, 2 * one.cached_tokens > work.prompt_tokens, _saturation(one, work, sizing)[0]
+    load, _ = _saturation(candidate, cached_tokens, work, sizing)
+    return candidate.view.spot, 2 * cached_tokens > work.prompt_tokens, load
 
 
 def _score(one: Chosen, objective_s: float, sizing: SizingPolicy) -> float:
@@ -174,11 +188,11 @@ def _score(one: Chosen, objective_s: float, sizing: SizingPolicy) -> float:
     return score
 
 
-def _saturation(one: Chosen, work: Work, sizing: SizingPolicy) -> tuple[float, float]:
+def _saturation(candidate: Candidate, cached_tokens: int, work: Work, sizing: SizingPolicy) -> tuple[float, float]:
     """(load over the class's window, NEAR_WORKS over it). Without a window in requests the window counts as 1."""
-    window = sizing.window(one.candidate.view, work.class_name).requests or 1
-    spared = CACHE_TRUST * one.cached_tokens / PREFILL_TOKENS_PER_WORK
-    return (one.candidate.load() - spared) / window, NEAR_WORKS / window
+    window = candidate.window(work.class_name, sizing)
+    spared = CACHE_TRUST * cached_tokens / PREFILL_TOKENS_PER_WORK
+    return (candidate.load() - spared) / window, NEAR_WORKS / window
 
 
 def _objective_s(work: Work) -> float:

@@ -430,7 +430,14 @@ class Policy:
         """
         if work.deadline_s is None or now_s <= work.deadline_s:
             return False
-        return now_s - work.accepted_s < PATIENCE_FRACTION * self.class_policy(work.class_name).max_wait_s
+        return not self._patience_over(work, now_s)
+
+    def late_for_long(self, work: Work, now_s: float) -> bool:
+        """True for a late work that is urgent again."""
+        return work.deadline_s is not None and now_s > work.deadline_s and self._patience_over(work, now_s)
+
+    def _patience_over(self, work: Work, now_s: float) -> bool:
+        return now_s - work.accepted_s >= PATIENCE_FRACTION * self.class_policy(work.class_name).max_wait_s
 
     def finish_by_s(self, class_name: str, accepted_s: float, client_waits_s: float | None) -> float | None:
         """Pool time by which the whole answer is due: the class's deadline, or the client's end of patience where that is

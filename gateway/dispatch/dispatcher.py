@@ -34,7 +34,7 @@ from gateway.dispatch.journal import Journal
 from gateway.dispatch.ledger import Ledger, Progress
 from gateway.dispatch.steward import Hearing, Steward
 from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport, Vitals
-from policies.dispatching import Placement, place_one, plan_batches, shut_classes
+from policies.dispatching import Placement, look_for_room, place_one, plan_batches
 from policies.estimators.alone import Alone
 from policies.estimators.pace import Pace
 from policies.estimators.prefix_caches import PrefixCaches
@@ -411,15 +411,15 @@ class Dispatcher:
         views = self._roster.views(self._clock.now_s())
         draw = self._rng.random()
         names = sorted({work.class_name for work in fresh})
-        shut = shut_classes(names, views, self._sizing, now_s)
+        full = look_for_room(names, views, self._sizing, now_s)
         due: list[Work] = []
         if any(
             one.has_ttft_objective
-            and (name not in shut or one.on_infeasible != "late" or by_memory(shut[name].values()))
+            and (name not in full.shut or one.on_infeasible != "late" or by_memory(full.refusals[name].values()))
             for name, one in ((name, policy.class_policy(name)) for name in names)
         ):
             outlook = Outlook(urgent(fresh, policy, self.tenants), views, self._pace, now_s)
-            due = outlook.order
+            due = outlook.order(policy)
             if refused := self._refuse_infeasible(outlook, policy, now_s):
                 due = [work for work in due if work.id not in refused]
         placements, batches = plan_batches(
@@ -431,7 +431,7 @@ class Dispatcher:
             draw,
             tenants=self.tenants,
             due=due,
-            shut=shut,
+            full=full,
             caches=self._caches,
         )
         self.latest_batches.extend(batches)

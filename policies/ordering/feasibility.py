@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 
 from policies.estimators.pace import Pace, prefill_tokens
+from policies.schema import Policy
 from policies.vocabulary import EngineState, EngineView, Work
 
 STRETCH = 1.2
@@ -45,36 +47,17 @@ def triage(
     per_token_s   by model, seconds for each of `prefill_tokens`, the pool to itself; a work of another is taken to be in time
     ahead_s       by model, prefill time of what its pool has been given already
     """
+    by_model: dict[str, list[Work]] = {}
+    for work in works:
+        if work.deadline_s is not None:
+            by_model.setdefault(work.model, []).append(work)
     given_up: set[str] = set()
     by_size: set[str] = set()
-    free_s = {model: now_s + STRETCH * ahead_s.get(model, 0.0) for model in per_token_s}
-    longest_of: dict[str, list[tuple[float, str]]] = {model: [] for model in per_token_s}
-    heaped: set[str] = set()
-    seen: set[str] = set()
-    for work in works:
-        model, deadline_s = work.model, work.deadline_s
-        each_s = per_token_s.get(model)
-        if each_s is None or deadline_s is None:
-            continue
-        seen.add(model)
-        takes_s = STRETCH * each_s * prefill_tokens(work.prompt_tokens)
-        free = free_s[model] + takes_s
-        longest = longest_of[model]
-        if model in heaped:
-            heappush(longest, (-takes_s, work.id))
-        else:
-            longest.append((-takes_s, work.id))
-        if free > deadline_s - SPARE * (deadline_s - work.accepted_s):
-            if model not in heaped:
-                heaped.add(model)
-                heapify(longest)
-            gained, worst = heappop(longest)
-            free += gained
-            given_up.add(worst)
-            if worst != work.id:
-                by_size.add(worst)
-        free_s[model] = free
-    free_s = {model: at_s - now_s for model, at_s in free_s.items() if model in seen}
+    free_s: dict[str, float] = {}
+    for model, its_works in by_model.items():
+        if model in per_token_s:
+            begins_s = now_s + STRETCH * ahead_s.get(model, 0.0)
+            free_s[model] = _give_up(its_works, per_token_s[model], begins_s, given_up, by_size) - now_s
     if not given_up:
         return Triage(list(works), free_s=free_s)
     return Triage(
@@ -83,6 +66,30 @@ def triage(
         frozenset(by_size),
         free_s,
     )
+
+
+def _give_up(works: Sequence[Work], each_s: float, free_s: float, given_up: set[str], by_size: set[str]) -> float:
+    """Add to `given_up` and `by_size`; when the server, which is free at `free_s`, will have taken in the others. One loop
+    over all that wait, in every round: no step of it may be dear."""
+    stretched_s, heaped = STRETCH * each_s, False
+    longest: list[tuple[float, str]] = []
+    for work in works:
+        takes_s = stretched_s * prefill_tokens(work.prompt_tokens)
+        free_s += takes_s
+        if heaped:
+            heappush(longest, (-takes_s, work.id))
+        else:
+            longest.append((-takes_s, work.id))
+        if free_s > latest_s(work):
+            if not heaped:
+                heaped = True
+                heapify(longest)
+            gained_s, worst = heappop(longest)
+            free_s += gained_s
+            given_up.add(worst)
+            if worst != work.id:
+                by_size.add(worst)
+    return free_s
 
 
 def latest_s(work: Work) -> float:
@@ -112,10 +119,13 @@ class Outlook:
         ahead_s = {model: pending[model] / rate for model, rate in per_s.items()}
         self.triage = triage(due, self._per_token_s, ahead_s, now_s)
 
-    @property
-    def order(self) -> list[Work]:
-        """All due works, those that can be in time first."""
-        return [*self.triage.hopeful, *self.triage.given_up]
+    def order(self, policy: Policy) -> list[Work]:
+        """All due works: those that can be in time, those that have been late for long enough, and the others."""
+        given_up, now_s = self.triage.given_up, self._now_s
+        late = [*takewhile(lambda work: work.deadline_s is not None and work.deadline_s < now_s, given_up)]
+        others = given_up[len(late) :]
+        late.sort(key=lambda work: not policy.late_for_long(work, now_s))
+        return [*self.triage.hopeful, *late, *others]
 
     def alone_s(self, work: Work) -> float | None:
         """Prefill time on the idle pool; None: not known."""

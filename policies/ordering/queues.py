@@ -25,7 +25,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import eq, itemgetter
 
 from policies.ordering.gather import gathered
 from policies.ordering.tenants import TenantCounters, prompt_cost
@@ -39,17 +39,16 @@ OVERDUE_SHARE = 0.5
 def urgent(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters) -> list[Work]:
     """Turn 3: by deadline, then the tenant with less service, then rank and id."""
     objective = {name for name, one in policy.classes.items() if one.has_ttft_objective}
-    tags: dict[tuple[str, str], float] = {}
-    due = []
-    for work in waiting:
-        if work.class_name not in objective:
-            continue
-        key = (work.class_name, work.tenant)
-        if key not in tags:
-            tags[key] = tenants.tag(*key)
-        due.append((math.inf if work.deadline_s is None else work.deadline_s, tags[key], work.rank, work.id, work))
-    due.sort(key=itemgetter(0, 1, 2, 3))
-    return [row[4] for row in due]
+    due = [work for work in waiting if work.class_name in objective]
+    due.sort(key=_deadline_s)
+    at_s = [*map(_deadline_s, due)]
+    if any(map(eq, at_s, at_s[1:])):  # seldom, and what decides then is dear
+
+        def whole(work: Work) -> tuple[float, float, float, str]:
+            return _deadline_s(work), tenants.tag(work.class_name, work.tenant), work.rank, work.id
+
+        due.sort(key=whole)
+    return due
 
 
 def pressed(waiting: Iterable[Work], now_s: float) -> list[Work]:
@@ -70,12 +69,12 @@ def backlogs(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters, n
     found: dict[tuple[str, str], dict[str, list[Work]]] = {}
     lane: list[Work] = []
     key: tuple[str, str, str] | None = None
-    for work in waiting:  # works of one class and tenant come one after another: the lane is looked up at each change
+    for work in [
+        one for one in waiting if one.class_name not in objective
+    ]:  # works of one class and tenant come one after another: the lane is looked up at each change
         if key != (work.class_name, work.model, work.tenant):
             key = (work.class_name, work.model, work.tenant)
-            lane = []
-            if work.class_name not in objective:
-                lane = found.setdefault((work.class_name, work.model), {}).setdefault(work.tenant, lane)
+            lane = found.setdefault((work.class_name, work.model), {}).setdefault(work.tenant, [])
         lane.append(work)
     return [
         _backlog(key, found[key], policy, tenants, now_s)
@@ -145,6 +144,10 @@ def _backlog(
     ]
     heapq.heapify(lanes)
     return Backlog(class_name, model, policy.class_policy(class_name).min_share, deque(pressing), lanes)
+
+
+def _deadline_s(work: Work) -> float:
+    return math.inf if work.deadline_s is None else work.deadline_s
 
 
 def _by_rank(work: Work) -> tuple[float, float, str]:

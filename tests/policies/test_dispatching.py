@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.dispatching import LOOK_AHEAD, MOST_PLACED, Placement, place_one, plan_batches, plan_round, shut_classes
+from policies.dispatching import LOOK_AHEAD, MOST_PLACED, Placement, look_for_room, place_one, plan_batches, plan_round
 from policies.limits import build
 from policies.ordering import TenantCounters
 from policies.placement import eligible
@@ -392,14 +392,33 @@ def test_a_class_that_no_engine_has_room_for_is_left_out_of_a_round_and_its_guar
     sizing = Tokens(-1)
     waiting = [work(f"w{n}", "night", prompt_tokens=1000 - n) for n in range(200)]
 
-    shut = shut_classes(["night"], [engine()], sizing, NOW_S)
+    full = look_for_room(["night"], [engine()], sizing, NOW_S)
     asked = sizing.asked
-    placements, _ = plan_batches(waiting, [engine()], sizing, POLICY, NOW_S, 0.0, shut=shut)
+    placements, _ = plan_batches(waiting, [engine()], sizing, POLICY, NOW_S, 0.0, full=full)
 
-    assert set(shut) == {"night"}
+    assert full.shut == {"night"}
     assert not placements
     assert sizing.asked == asked == 1
-    assert not shut_classes(["night"], [engine()], Tokens(50), NOW_S)
+    assert not look_for_room(["night"], [engine()], Tokens(50), NOW_S).shut
+
+
+def test_an_engine_that_is_full_for_the_least_work_is_not_asked_again_in_a_round() -> None:
+    class OnlyOn(Tokens):
+        def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+            if engine.name == "e3":
+                return super().admit(work, engine, now_s)
+            self.asked += 1
+            return Verdict(admitted=False)
+
+    sizing, views = OnlyOn(3), [engine(f"e{n}") for n in range(8)]
+    full = look_for_room(["night"], views, sizing, NOW_S)
+    before = sizing.asked
+    waiting = [work(f"w{n}", "night", rank=n, prompt_tokens=1) for n in range(20)]
+
+    placements, _ = plan_batches(waiting, views, sizing, POLICY, NOW_S, 0.0, full=full)
+
+    assert {one.engine for one in placements} == {"e3"}
+    assert sizing.asked - before <= len(placements) + 2
 
 
 def test_a_late_work_that_finds_no_room_leaves_it_to_those_in_time() -> None:

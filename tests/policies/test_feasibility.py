@@ -91,7 +91,7 @@ def test_a_round_places_those_that_can_be_in_time_first_by_the_pace_it_learned()
     sizing = LIMITS["fixed"](policy("version: 1\nclasses: {chat: {ttft_sla_s: 1}}\nsizing: {fixed: {total: 1}}\n"))
 
     blind = plan_round(works, [engine()], sizing, policy(), NOW_S, 0.5)
-    order = Outlook(works, [engine()], pace, NOW_S).order
+    order = Outlook(works, [engine()], pace, NOW_S).order(policy())
     seeing = plan_round(works, [engine()], sizing, policy(), NOW_S, 0.5, due=order)
 
     assert [one.work.id for one in blind] == ["w0"]
@@ -185,6 +185,17 @@ def test_bulk_that_runs_whole_makes_a_class_refuse_works_only_while_it_is_taken_
     outlook = Outlook([asked], [engine(prefill_tokens=30 * 3000)], pace, NOW_S)
 
     assert len(Shedding().refusals(outlook, SHEDS, NOW_S)) == refused_
+
+
+def test_who_has_been_late_for_long_goes_before_others_that_are_given_up() -> None:
+    lost = due(0, prompt_tokens=5000, within_s=0.5)
+    barely = replace(due(1, prompt_tokens=5000, within_s=1.0), accepted_s=NOW_S - 1, deadline_s=NOW_S - 0.9)
+    for_long = replace(due(2, prompt_tokens=9, within_s=1.0), accepted_s=NOW_S - 60, deadline_s=NOW_S - 0.1)
+    in_time = due(3, prompt_tokens=100, within_s=1.0)
+
+    order = Outlook([barely, for_long, lost, in_time], [engine()], paced(), NOW_S).order(policy())
+
+    assert order == [in_time, for_long, barely, lost]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

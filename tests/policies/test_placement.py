@@ -111,6 +111,28 @@ def test_urgent_work_is_spread_over_engines_that_are_nearly_equal() -> None:
     assert picks == {"e0", "e1"}
 
 
+def test_for_work_that_can_wait_no_engine_is_asked_after_the_first_that_has_room() -> None:
+    asked = []
+
+    class Counted(FixedLimits):
+        def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+            asked.append(engine.name)
+            return super().admit(work, engine, now_s)
+
+    candidates = [Candidate(engine(f"e{n}", {"chat": 20 + n})) for n in range(8)]
+
+    found = choose(work("w"), candidates, Counted(POLICY), NOW_S, spread=False, draw=0.0)
+
+    assert found is not None
+    assert asked == ["e7"]
+
+
+def test_where_the_least_loaded_are_full_the_next_takes_the_work() -> None:
+    views = [engine("e0", {"chat": 2}, seats=fresh(2)), engine("e1", {"chat": 9}), engine("e2", {"chat": 12})]
+
+    assert chosen(work("w"), views, spread=True) == "e1"
+
+
 def test_a_draw_next_to_one_still_picks_an_engine() -> None:
     views = [engine("e0"), engine("e1")]
 

@@ -89,16 +89,16 @@ class TokenLedger:
     def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
         """Every guard that binds the work's class, with value and threshold. An idle engine takes any one work."""
         mine = self._of(engine.name)
-        seen = mine.seen
-        if seen is None or seen[0] is not engine or seen[1] != now_s:
-            seen = mine.seen = (engine, now_s, self._scene(mine, engine, now_s))
+        seen, oversize_due = mine.seen, now_s - mine.oversize_s >= OVERSIZE_EVERY_S
+        if seen is None or seen[0] is not engine or seen[1].oversize_due is not oversize_due:
+            seen = mine.seen = (engine, self._scene(mine, engine, now_s))
         late = self._policy.late(work, now_s)
-        readings, steps = self._ask(mine, work, engine, seen[2], late=late)
+        readings, steps = self._ask(mine, work, engine, seen[1], late=late)
         if not engine.in_flight_total:
             readings = [GuardReading(one.guard, one.value, max(one.value, one.threshold), True) for one in readings]
         first_s = None
         if work.class_name in self._objectives:
-            scene = seen[2]
+            scene = seen[1]
             pending = scene.pending_urgent + scene.pending_patient + work.prompt_tokens
             first_s = scene.ttft_factor * mine.account.step.ttft_s(pending, scene.sequences + 1, scene.held_tokens)
         return Verdict.of(readings, steps, first_s)
@@ -414,7 +414,7 @@ class _Engine:
     ttft_factor: float = 1.0
     noted_s: float = -math.inf
     steps_to_overflow: float | None = None
-    seen: tuple[EngineView, float, Scene] | None = None
+    seen: tuple[EngineView, Scene] | None = None
     preempted: bool = False
     preempted_s: float = -math.inf
     careful: bool = False
