@@ -279,7 +279,12 @@ class Owner:
         if not known and len(self._settle) >= SETTLE_MAX:
             raise QueueUnavailable(f"queue store is to be told of {SETTLE_MAX} ended works first: it takes no new ones")
         self._entries[work.id] = work.attempt
+        losses = self._losses()
         answer = await self._batcher.enqueue(work, max_queue=max_queue)
+        if answer is Enqueued.QUEUED and losses != self._losses():
+            raise QueueUnavailable(
+                f"work {work.id}: the queue store may have lost it since it took it; it is written again"
+            )
         if answer is not Enqueued.QUEUED and not known:
             del self._entries[work.id]  # else it is settled: an earlier call may arrive late and find room
         if answer is Enqueued.FULL:
@@ -387,9 +392,8 @@ class Owner:
         """Write again what the store forgot."""
         assert self._dispatcher is not None
         now_s = self._clock.pool_s()
-        waiting = [
-            one.work for one in self._waiting.values() if one.work.id in self._entries and not one.granted.done()
-        ]
+        # What is entering writes itself: written from both sides, a work could be refused and be there.
+        waiting = [one.work for one in self._waiting.values() if one.entering is None and not one.granted.done()]
         old = [work for work in waiting if now_s - work.accepted_s > RECONCILE_S]
         losses = self._losses()
         rebuild = losses != self._written_at

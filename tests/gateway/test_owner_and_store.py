@@ -13,7 +13,7 @@ import pytest
 from gateway.clock import PoolClock
 from gateway.control.presence import Presence
 from gateway.dispatch import owner as owner_module
-from gateway.dispatch.owner import RECONCILE_S, STORE_PATIENCE_S, STORE_RETRY_S, TAKE_S, Owner
+from gateway.dispatch.owner import RECONCILE_S, STORE_PATIENCE_S, STORE_RETRY_S, TAKE_S, Owner, QueueFull
 from gateway.queue.base import Enqueued, QueueUnavailable, Renewed, Session, SessionReport, Settled
 from gateway.queue.batcher import BATCH_MAX, Batcher
 from gateway.queue.memory_queue import MemoryQueue
@@ -196,6 +196,42 @@ def test_what_the_store_forgets_while_it_is_written_again_is_written_once_more()
             store.forget()
             await asyncio.sleep(4.0)
             waits = set(store._works)
+            await leave(tasks)
+
+        assert waits == {"w"}
+
+    run(main())
+
+
+def test_a_work_that_a_full_class_refuses_is_not_written_again_meanwhile() -> None:
+    async def main() -> None:
+        process = Process(Store())
+        async with process.running():
+            process.store.answers_after_s = 3.0
+            task = asyncio.ensure_future(process.owner.wait(work("w"), {"chat": 0}))
+            await asyncio.sleep(0.1)
+            process.presence.outages += 1
+            with pytest.raises(QueueFull):
+                await task
+            await asyncio.sleep(RECONCILE_S + 0.1)
+
+        assert process.store.asked == ["w"]
+        assert process.store._works == {}
+
+    run(main())
+
+
+def test_a_work_that_the_store_forgets_before_its_owner_hears_that_it_took_it_is_written_again() -> None:
+    async def main() -> None:
+        process = Process(Store())
+        async with process.running():
+            process.store.answers_after_s = 3.0
+            tasks = process.wait("w")
+            await asyncio.sleep(0.1)
+            process.store.forget()
+            process.store.answers_after_s = 0.0
+            await asyncio.sleep(4.0)
+            waits = set(process.store._works)
             await leave(tasks)
 
         assert waits == {"w"}

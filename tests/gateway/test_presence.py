@@ -117,7 +117,7 @@ async def test_what_waits_is_written_again_after_each_outage_whether_or_not_the_
     await presence.beat()
     owner = Owner(store, _never(), presence, PoolClock(lambda: store.now_s, offset_s=0.0))
     owner.serve(_follower())
-    owner._waiting["w"], owner._entries["w"] = _waiter(), 0
+    owner._waiting["w"] = _waiter()
 
     for _ in range(outages):
         store.away = True
@@ -138,4 +138,4 @@ def _follower() -> Any:
 
 
 def _waiter() -> Any:
-    return SimpleNamespace(work=WORK, granted=SimpleNamespace(done=lambda: False))
+    return SimpleNamespace(work=WORK, entering=None, granted=SimpleNamespace(done=lambda: False))

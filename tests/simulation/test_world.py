@@ -34,6 +34,7 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "two late calls of one candidate made a record whose mark was over when it heard of it": ("own_late_leads", 0),
     "credit that one process could still use was given to another": ("in_step", 1),
     "a floor took the only place of an engine": ("one_place", 0),
+    "a work was written again while a full queue refused it, and stayed": (Kind.MANY, 12),
     "a claim of another's work was told as an attempt of the one that had claimed it": ("claims_without_leading", 0),
 }
 """Seeds that showed a fault once: they stay in the suite, whatever else it runs."""
