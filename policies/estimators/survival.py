@@ -18,6 +18,7 @@ of shown tokens and kept as long as the tables are (`ahead`).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
@@ -101,13 +102,16 @@ class Survival:
 
 
 class Lengths:
-    """What is known of output lengths, for every tenant, class and model. `rebuild` makes what `of` hands out."""
+    """What is known of output lengths, for every tenant, class and model. `begin` and `go_on`, or `rebuild` at once,
+    make what `of` hands out."""
 
-    __slots__ = ("_built", "_known", "_unit")
+    __slots__ = ("_built", "_known", "_left", "_still", "_unit")
 
     def __init__(self) -> None:
         self._known: dict[Key, _Histogram] = {}
         self._built: dict[Key, Survival] = {}
+        self._left: deque[Key] = deque()
+        self._still: dict[Key, list[float]] = {}
         self._unit = 1.0
 
     def ended(self, keys: Iterable[Key], tokens: int, *, censored: bool) -> None:
@@ -115,11 +119,12 @@ class Lengths:
         self._unit *= 2 ** (1 / HALF_LIFE_WORKS)
         at = bin_of(tokens)
         for key in keys:
-            histogram = self._known.get(key)
+            histogram = self._known.pop(key, None)
             if histogram is None:
-                if len(self._known) >= KEYS_KEPT:
+                if len(self._known) >= KEYS_KEPT:  # the one of which nothing has ended for the longest
                     self._known.pop(next(iter(self._known)))
-                histogram = self._known[key] = _Histogram()
+                histogram = _Histogram()
+            self._known[key] = histogram
             (histogram.censored if censored else histogram.ended)[at] += self._unit
         if self._unit > 1e9:
             for histogram in self._known.values():
@@ -128,16 +133,29 @@ class Lengths:
 
     def rebuild(self, running: Iterable[tuple[Iterable[Key], int]]) -> None:
         """Take in what ended since; running: keys and shown tokens of all works in flight."""
-        still: dict[Key, list[float]] = {}
+        self.begin(running)
+        self.go_on(len(self._left))
+
+    def begin(self, running: Iterable[tuple[Iterable[Key], int]]) -> None:
+        """Begin a rebuild, that `go_on` brings to its end: the coarse levels first, then what runs."""
+        self._still = {}
         for keys, tokens in running:
             at = bin_of(tokens)
             for key in keys:
-                still.setdefault(key, [0.0] * BINS)[at] += 1.0
-        built: dict[Key, Survival] = {(): PRIOR}
-        for key in sorted(self._known.keys() | still.keys(), key=lambda one: (len(one), one)):
-            coarser = built.get(key[:-1] if len(key) == 3 else key[1:], PRIOR)
-            built[key] = self._blend(self._known.get(key), still.get(key), coarser)
-        self._built = built
+                self._still.setdefault(key, [0.0] * BINS)[at] += 1.0
+        keys_ = self._known.keys() | self._still.keys()
+        self._left = deque(sorted(keys_, key=lambda one: (len(one), one not in self._still, one)))
+        for key in self._built.keys() - keys_:
+            del self._built[key]
+
+    def go_on(self, most: int) -> bool:
+        """Rebuild so many more at most; False when all is done."""
+        some = min(most, len(self._left))
+        for _ in range(some):
+            key = self._left.popleft()
+            coarser = self._built.get(key[:-1] if len(key) == 3 else key[1:], PRIOR)
+            self._built[key] = self._blend(self._known.get(key), self._still.get(key), coarser)
+        return some > 0
 
     def of(self, keys: Iterable[Key]) -> Survival:
         """The finest that is known, as of the last rebuild."""

@@ -34,6 +34,8 @@ from policies.sizing import Finished, FirstToken, Granted, LearnedStep, Sampled,
 from policies.vocabulary import EngineView, Guard, GuardReading, Quality, Result, Verdict, Work
 
 REBUILD_S = 5.0
+KEYS_A_TICK = 128
+"""Tables of lengths that a tick makes anew, 0.1 ms each."""
 PROMPTS_KEPT = 256
 KINDS_KEPT = 4096
 USUAL_PROMPT_TOKENS = 1024
@@ -64,6 +66,7 @@ class TokenLedger:
         "_policy",
         "_prompts",
         "_rebuilt_s",
+        "_ticked_s",
         "_tpot_s",
         "_z",
         "_z_careful",
@@ -82,23 +85,23 @@ class TokenLedger:
         self._prompts: dict[str, deque[int]] = {}
         self._kinds: dict[str, Key] = {}
         self._fresh: dict[str, tuple[Forecast, Forecast]] = {}
-        self._rebuilt_s = -math.inf
+        self._rebuilt_s = self._ticked_s = -math.inf
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
     def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
         """Every guard that binds the work's class, with value and threshold. An idle engine takes any one work."""
         mine = self._of(engine.name)
-        seen, oversize_due = mine.seen, now_s - mine.oversize_s >= OVERSIZE_EVERY_S
-        if seen is None or seen[0] is not engine or seen[1].oversize_due is not oversize_due:
-            seen = mine.seen = (engine, self._scene(mine, engine, now_s))
+        seen = mine.seen
+        if seen is None or seen[0] is not engine or seen[1] != now_s:
+            seen = mine.seen = (engine, now_s, self._scene(mine, engine, now_s))
+        scene = seen[2]
         late = self._policy.late(work, now_s)
-        readings, steps = self._ask(mine, work, engine, seen[1], late=late)
+        readings, steps = self._ask(mine, work, engine, scene, late=late)
         if not engine.in_flight_total:
             readings = [GuardReading(one.guard, one.value, max(one.value, one.threshold), True) for one in readings]
         first_s = None
         if work.class_name in self._objectives:
-            scene = seen[1]
             pending = scene.pending_urgent + scene.pending_patient + work.prompt_tokens
             first_s = scene.ttft_factor * mine.account.step.ttft_s(pending, scene.sequences + 1, scene.held_tokens)
         return Verdict.of(readings, steps, first_s)
@@ -306,8 +309,9 @@ class TokenLedger:
         view = event.view
         mine = self._of(view.name)
         account = mine.account
-        if now_s - self._rebuilt_s >= REBUILD_S:
-            self._rebuild(now_s)
+        if now_s != self._ticked_s:
+            self._ticked_s = now_s
+            self._look_at_lengths(now_s)
         mine.hear(view, now_s)
         mine.ttft_factor = account.correction.factor(now_s)
         if now_s - mine.noted_s >= 1.0:
@@ -363,15 +367,21 @@ class TokenLedger:
             power_at=fields.power_at,
         )
 
-    def _rebuild(self, now_s: float) -> None:
-        self._rebuilt_s = now_s
-        self._lengths.rebuild(
-            (entry.keys, entry.shown_tokens // entry.work.sequences)
-            for _, one in sorted(self._engines.items())
-            for entry in one.account.entries.values()
-        )
-        self._fresh.clear()
-        self._newcomers.clear()
+    def _look_at_lengths(self, now_s: float) -> None:
+        """Once a tick: a part of the tables anew, all of them in REBUILD_S."""
+        if now_s - self._rebuilt_s >= REBUILD_S:
+            self._rebuilt_s = now_s
+            self._lengths.begin(
+                (entry.keys, entry.shown_tokens // entry.work.sequences)
+                for _, one in sorted(self._engines.items())
+                for entry in one.account.entries.values()
+            )
+            self._look_at_prompts()
+        if self._lengths.go_on(KEYS_A_TICK):
+            self._fresh.clear()
+            self._newcomers.clear()
+
+    def _look_at_prompts(self) -> None:
         for one in self._engines.values():
             one.hypothesis = self._hypothesis(one.account.step)
 
@@ -414,7 +424,7 @@ class _Engine:
     ttft_factor: float = 1.0
     noted_s: float = -math.inf
     steps_to_overflow: float | None = None
-    seen: tuple[EngineView, Scene] | None = None
+    seen: tuple[EngineView, float, Scene] | None = None
     preempted: bool = False
     preempted_s: float = -math.inf
     careful: bool = False

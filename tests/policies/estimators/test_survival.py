@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.estimators.survival import BINS, EDGES, LONGEST_TOKENS, PRIOR, Lengths, Survival, bin_of, levels
+from policies.estimators.survival import (
+    BINS,
+    EDGES,
+    KEYS_KEPT,
+    LONGEST_TOKENS,
+    PRIOR,
+    Lengths,
+    Survival,
+    bin_of,
+    levels,
+)
 
 KEYS = levels("t", "bulk", "m")
 
@@ -104,6 +114,42 @@ def test_a_tenant_is_believed_once_it_has_twenty_works_and_its_class_until_then(
     assert few > 500
     assert lengths.of(new).growth(0, 1024)[0] < 200
     assert lengths.of(levels("usual", "bulk", "m")).growth(0, 1024)[0] > 800
+
+
+def test_lengths_of_whom_nothing_was_heard_for_the_longest_are_forgotten_first() -> None:
+    lengths = Lengths()
+    regular = levels("regular", "bulk", "m")
+    for number in range(KEYS_KEPT + 500):
+        lengths.ended(levels(f"once{number}", "bulk", "m"), 1000, censored=False)
+        if number % 5 == 0:
+            lengths.ended(regular, 10, censored=False)
+
+    lengths.rebuild(())
+
+    assert lengths.of(regular).growth(0, 1024)[0] < 100
+    assert lengths.of(regular) is not lengths.of(levels("once0", "bulk", "m"))
+    assert lengths.of(levels("once0", "bulk", "m")) is lengths.of(regular[1:])
+
+
+def test_tables_made_part_by_part_are_those_made_at_once_with_what_runs_first() -> None:
+    lengths, at_once = Lengths(), Lengths()
+    for number in range(100):
+        for one in (lengths, at_once):
+            one.ended(levels(f"t{number}", "bulk", "m"), 10 * number, censored=False)
+    runs = levels("t99", "bulk", "m")
+    at_once.rebuild([(runs, 5)])
+
+    lengths.begin([(runs, 5)])
+    first = lengths.go_on(3)
+    early = lengths.of(runs).at_edges, lengths.of(levels("t0", "bulk", "m")).at_edges
+    while lengths.go_on(7):
+        pass
+
+    assert first
+    assert early == (at_once.of(runs).at_edges, at_once.of(runs[1:]).at_edges)
+    for number in range(100):
+        keys = levels(f"t{number}", "bulk", "m")
+        assert lengths.of(keys).at_edges == at_once.of(keys).at_edges
 
 
 def test_old_lengths_fade() -> None:
