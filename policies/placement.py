@@ -135,13 +135,15 @@ def choose(
     draw         uniform in [0, 1); picks among the nearly best
     caches       what was sent where; None: nothing was
     """
-    wanted = _wanted_context(work, (candidate.context for candidate in candidates))
+    wanted = -math.inf
+    if len(candidates) > 1:
+        wanted = _wanted_context(work, [candidate.context for candidate in candidates])
     able = [
-        (candidate, 0 if caches is None else caches.tokens(candidate.view.name, work))
+        (candidate, caches.tokens(candidate.view.name, work) if caches is not None and work.prefix else 0)
         for candidate in candidates
         if candidate.context >= wanted
     ]
-    if not spread:  # the first with room takes it: a verdict is dear, and most have room
+    if not spread and len(able) > 1:  # the first with room takes it: a verdict is dear, and most have room
         able.sort(key=lambda pair: _packing(pair[0], pair[1], work, sizing), reverse=True)
     open_now: list[Chosen] = []
     for candidate, cached in able:

@@ -304,6 +304,8 @@ class TokenLedgerSizing:
     memory_headroom      part of GPU memory to be kept free, where the engine leaves so much
     heat_margin_c        degrees below the slow-down temperature that count as at the limit
     power_at             part of the GPU's power limit past which bulk is cut back; None: power does not matter
+    burst_wait_s         longest that bulk is kept so that it runs in dense batches, which cost the least energy a token;
+                         None: energy does not matter
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -318,6 +320,7 @@ class TokenLedgerSizing:
     memory_headroom: Share = 0.1
     heat_margin_c: DegreesFromZero = 3.0
     power_at: Fraction | None = None
+    burst_wait_s: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)

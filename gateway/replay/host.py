@@ -259,7 +259,7 @@ class EngineHost:
         """Nothing is open."""
 
     def _gpu(self) -> dict[Signal, float]:
-        """Busy and power over the time since the last poll; a step that is under way is counted when it began."""
+        """Energy, and busy and power over the time since the last poll; a step that is under way is counted when it began."""
         now_s, totals, power = self._loop.time(), self.engine.totals, self.spec.profile.power_model
         passed_s = now_s - self._polled_s
         if passed_s <= 0:
@@ -269,6 +269,7 @@ class EngineHost:
         if power is not None:
             watts = (totals.energy_j - self._polled_energy_j) / passed_s
             found[Signal.GPU_POWER_FRACTION] = min(1.0, max(0.0, watts / (power.p0 + power.dp)))
+            found[Signal.GPU_ENERGY_J_TOTAL] = self._past_energy_j + totals.energy_j
         self._polled_s, self._polled_busy_s, self._polled_energy_j = now_s, totals.busy_s, totals.energy_j
         return found
 

@@ -73,6 +73,8 @@ class Request:
     @property
     def prefix(self) -> str:
         """As the gateway would make it of the request's bytes (`policies.vocabulary.Work`)."""
+        if not self.prefix_ids:
+            return ""
         names = (math.ceil(level_tokens(level) / self.id_tokens) - 1 for level in range(LEVELS))
         return ".".join(f"{self.prefix_ids[at] & 0xFFFFFFFF:08x}" for at in names if at < len(self.prefix_ids))
 

@@ -49,7 +49,7 @@ class PrefixCaches:
     def tokens(self, engine: str, work: Work) -> int:
         """Leading prompt tokens of the work that the engine probably has."""
         sent = self._sent.get(engine)
-        if not sent or not work.prefix:
+        if not sent:
             return 0
         found = 0
         for level, digest in enumerate(work.prefix.split(".")):

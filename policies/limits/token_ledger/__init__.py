@@ -1,7 +1,7 @@
 """Sizing policy `token_ledger`: KV tokens held and still to come, against what the engine has.
 
-Six files by idea: `account` (what an engine holds and will), `guards` (value against threshold), `window` (grow, hold,
-shrink), `black_box` (an engine that tells nothing), `found_seats` (one that does not tell its seats) and `policy`, which puts
+Seven files by idea: `account` (what an engine holds and will), `guards` (value against threshold), `window` (grow, hold,
+shrink), `black_box` (an engine that tells nothing), `found_seats` (one that does not tell its seats), `energy` (what tokens cost) and `policy`, which puts
 them together behind the contract.
 """
 

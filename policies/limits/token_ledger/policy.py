@@ -26,6 +26,7 @@ from policies.limits.heat import Heat, heat, known
 from policies.limits.token_ledger import guards
 from policies.limits.token_ledger.account import LATE_SHARE, Account, Forecast, newcomer
 from policies.limits.token_ledger.black_box import BlackBox
+from policies.limits.token_ledger.energy import Bursts, EnergyCurve
 from policies.limits.token_ledger.found_seats import FoundSeats
 from policies.limits.token_ledger.guards import Asked, Hypothesis, Scene
 from policies.limits.token_ledger.window import Growth
@@ -90,7 +91,8 @@ class TokenLedger:
     # -- the contract --------------------------------------------------------------------------------------------------
 
     def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
-        """Every guard that binds the work's class, with value and threshold. An idle engine takes any one work."""
+        """Every guard that binds the work's class, with value and threshold. An idle engine takes any one work, unless it is kept
+        for a dense batch."""
         mine = self._of(engine.name)
         seen = mine.seen
         if seen is None or seen[0] is not engine or seen[1] != now_s:
@@ -99,7 +101,12 @@ class TokenLedger:
         late = self._policy.late(work, now_s)
         readings, steps = self._ask(mine, work, engine, scene, late=late)
         if not engine.in_flight_total:
-            readings = [GuardReading(one.guard, one.value, max(one.value, one.threshold), True) for one in readings]
+            readings = [
+                one
+                if one.guard is Guard.ENERGY
+                else GuardReading(one.guard, one.value, max(one.value, one.threshold), True)
+                for one in readings
+            ]
         first_s = None
         if work.class_name in self._objectives:
             pending = scene.pending_urgent + scene.pending_patient + work.prompt_tokens
@@ -192,6 +199,7 @@ class TokenLedger:
                 guards.first_token(scene, asked, model, fields),
                 guards.stall(scene, asked, model, fields),
                 guards.knee(scene, asked, model, fields),
+                mine.energy(scene.sequences + asked.sequences),
             ]
         elif late:
             found += [guards.first_token(scene, asked, model, fields), guards.stall(scene, asked, model, fields)]
@@ -276,6 +284,7 @@ class TokenLedger:
         if found is None:
             fields = self._fields
             found = _Engine(Account(self._objectives, self._lengths), Growth(float(fields.start), float(fields.most)))
+            found.bursts = None if fields.burst_wait_s is None else Bursts(fields.burst_wait_s)
             found.hypothesis = self._hypothesis(found.account.step)
             self._engines[engine] = found
         return found
@@ -349,6 +358,7 @@ class TokenLedger:
         scene = self._scene(mine, view, now_s)
         readings, mine.steps_to_overflow = self._ask(mine, usual, view, scene)
         failed = [one.guard for one in readings if not one.passed and one.guard is not Guard.WINDOW]
+        mine.look_at_energy(view, queued=sum(event.queued.get(name, 0) for name in names), held=held, now_s=now_s)
         warmth = self._heat(view)
         if warmth is Heat.HOT:
             mine.hot_s = now_s
@@ -414,6 +424,8 @@ class _Engine:
     growth: Growth
     black_box: BlackBox = field(default_factory=BlackBox)
     found_seats: FoundSeats = field(default_factory=FoundSeats)
+    curve: EnergyCurve = field(default_factory=EnergyCurve)
+    bursts: Bursts | None = None
     capacity_tokens: float | None = None
     silent: bool = True
     missed_polls: float = 0.0
@@ -484,6 +496,24 @@ class _Engine:
         if self._preemptions is not None and total.value > self._preemptions:
             self.preempted = True
         self._preemptions = total.value
+
+    def look_at_energy(self, view: EngineView, *, queued: int, held: int, now_s: float) -> None:
+        """A tick: learn what tokens cost, and open or close for works without an objective."""
+        if self.bursts is None:
+            return
+        joules, tokens = known(view.gpu_energy_j_total), known(view.generation_tokens_total)
+        if joules is not None and tokens is not None:
+            self.curve.saw(joules, tokens, view.sequences_total, now_s)
+        self.bursts.tick(queued=queued, held=held, efficient=self.curve.efficient(), now_s=now_s)
+
+    def energy(self, sequences: int) -> GuardReading | None:
+        """Closed: how many works are lacking for an efficient batch; open: joules of a token past the best batch."""
+        if self.bursts is None:
+            return None
+        if not self.bursts.open:
+            return GuardReading(Guard.ENERGY, self.bursts.lacking, 0, passed=False)
+        joules = self.curve.past_best(sequences)
+        return None if joules is None else GuardReading(Guard.ENERGY, *joules, joules[0] <= joules[1])
 
     def restore(self, state: Mapping[str, object], most: int) -> None:
         limit, new, step = state.get("limit"), state.get("new"), state.get("step")

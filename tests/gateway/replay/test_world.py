@@ -326,6 +326,25 @@ def test_conversations_return_to_the_engine_that_has_their_beginning(monkeypatch
     assert remembered_s < 0.7 * typical_s()
 
 
+def test_bulk_that_may_wait_a_while_costs_half_the_energy() -> None:
+    rng, arrivals, at_s = random.Random(1), [], 0.0
+    while at_s < 120:
+        at_s += rng.expovariate(2.0)
+        arrivals.append(Request(at_s, 300, rng.randint(50, 250), class_name="bulk"))
+
+    def spent_j(wait_s: str) -> float:
+        text = f"""
+version: 1
+classes: {{interactive: {{ttft_sla_s: 1.0}}, bulk: {{max_age_s: null}}}}
+sizing: {{policy: token_ledger, token_ledger: {{burst_wait_s: {wait_s}}}}}
+"""
+        played = replay(Plan(ENGINE, parse(text, "test.yaml"), arrivals), QUIET)
+        assert {row.outcome for row in played.rows} == {COMPLETED}
+        return played.energy_j or 0.0
+
+    assert 0 < spent_j("20") < 0.6 * spent_j("null")
+
+
 def test_a_slowdown_is_measured_by_what_the_first_tokens_of_a_model_took() -> None:
     """Alone the engine takes 0.3 s for the prompt, not the 0.1 s that are usual: later works are promised accordingly."""
     engine = load_profile("a100x4_llama3_70b_tp4")
