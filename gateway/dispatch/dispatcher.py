@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -38,7 +38,7 @@ from policies.dispatching import Placement, look_for_room, place_one, plan_batch
 from policies.estimators.alone import Alone
 from policies.estimators.pace import Pace
 from policies.estimators.prefix_caches import PrefixCaches
-from policies.ordering import TenantCounters, urgent
+from policies.ordering import TenantCounters, late_by_class, urgent
 from policies.ordering.feasibility import Outlook
 from policies.ordering.shedding import Infeasible, Shedding
 from policies.placement import eligible, suited
@@ -550,8 +550,7 @@ class Dispatcher:
             await asyncio.sleep(TICK_S * self._rng.uniform(0.9, 1.0))
             self._ledger.refresh()
             now_s = self._clock.pool_s()
-            policy, queued = self._store.current, self.depths()
-            late = Counter(work.class_name for work in self._looked_at if policy.late(work, now_s))
+            queued, late = self.depths(), self._late(now_s)
             for view in self._roster.views(self._clock.now_s()):
                 running = chain(self._ledger[view.name].progress(), self._steward.running(view.name))
                 self._sizing.on_event(Progressed(view.name, running), now_s)
@@ -612,8 +611,12 @@ class Dispatcher:
         else:
             self._take_in(await self._steward.hear())
         if self._decides:
-            waiting = {name: self.depth(name) for name in self._store.current.classes}
+            late = self._late(self._clock.pool_s())
+            waiting = {name: self.depth(name) - late.get(name, 0) for name in self._store.current.classes}
             await self._steward.give(waiting, self._credit.started)
+
+    def _late(self, now_s: float) -> Mapping[str, int]:
+        return late_by_class(self._looked_at, self._depths, self._store.current, now_s)
 
     def _take_in(self, hearing: Hearing) -> None:
         """Learn from what happened elsewhere as from what happens here."""

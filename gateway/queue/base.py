@@ -369,7 +369,8 @@ class Queue(Protocol):
 
     async def peek(self, *, bounds: Mapping[str, int], default_bound: int, now_ms: int) -> Waiting:
         """Read the look-ahead: up to `bounds[class]` works of each class (default_bound where absent), shared among
-        that class's tenants round-robin so that none is hidden behind another."""
+        that class's tenants round-robin so that none is hidden behind another. Of a tenant's share an eighth at most is for
+        ranks before now, unless there are too few from now on: what is late already hides nobody who can be in time."""
         ...
 
     async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:

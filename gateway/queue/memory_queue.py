@@ -276,7 +276,8 @@ class MemoryQueue:
             depths = [len(self._waiting[queue]) for queue in queues]
             shares = _deal(depths, bounds.get(unquote(name), default_bound))
             for queue, share in zip(queues, shares, strict=True):
-                works += [self._works[work_id].work for _, work_id in self._waiting[queue][:share]]
+                ahead = _ahead(self._waiting[queue], share, now_ms / 1000)
+                works += [self._works[work_id].work for _, work_id in ahead]
         return Waiting(tuple(works), {_names(queue): len(ranks) for queue, ranks in self._waiting.items()})
 
     async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
@@ -480,6 +481,14 @@ def _rotated(queues: list[str], now_ms: int) -> list[str]:
     turn = (now_ms % 65536) ** 2 * 0.6180339887498949
     start = math.floor((turn - math.floor(turn)) * len(queues))
     return queues[start:] + queues[:start]
+
+
+def _ahead(ranks: list[tuple[float, str]], share: int, now_s: float) -> list[tuple[float, str]]:
+    """As in peek.lua: works of ranks from now on, and of what is due already an eighth at least."""
+    now = bisect_left(ranks, (now_s, ""))
+    later = min(len(ranks) - now, share - share // 8)
+    before = min(now, share - later)
+    return ranks[:before] + ranks[now : now + share - before]
 
 
 def _deal(depths: Sequence[int], places: int) -> list[int]:

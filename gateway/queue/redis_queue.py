@@ -331,7 +331,7 @@ class RedisQueue:
         return answers
 
     async def peek(self, *, bounds: Mapping[str, int], default_bound: int, now_ms: int) -> Waiting:
-        args: list[str | int] = [now_ms, default_bound]
+        args: list[str | int] = [now_ms, default_bound, rank_part(now_ms / 1000)]
         for class_name, bound in bounds.items():
             args += (_encoded(class_name), bound)
         depths, ahead = await self._run("peek", *args)

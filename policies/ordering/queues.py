@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import eq, itemgetter
@@ -61,6 +61,22 @@ def pressed(waiting: Iterable[Work], now_s: float) -> list[Work]:
     ]
     found.sort(key=itemgetter(0, 1, 2))
     return [row[3] for row in found]
+
+
+def late_by_class(
+    seen: Iterable[Work], depths: Mapping[tuple[str, str], int], policy: Policy, now_s: float
+) -> Mapping[str, int]:
+    """Works of each class with an objective that wait and are late.
+
+    seen     the look-ahead; works in time come before others there, so what waits beyond it is taken to be late
+    depths   all that wait, by class and tenant
+    """
+    found: Counter[str] = Counter()
+    for (name, _), count in depths.items():
+        if policy.class_policy(name).has_ttft_objective:
+            found[name] += count
+    found.subtract(one.class_name for one in seen if one.class_name in found and not policy.late(one, now_s))
+    return +found
 
 
 def backlogs(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters, now_s: float) -> list[Backlog]:

@@ -248,6 +248,27 @@ async def test_with_more_tenants_than_places_every_tenant_is_seen_in_time(queue:
     assert len(seen) == 20
 
 
+@pytest.mark.parametrize(
+    ("late", "in_time", "seen"),
+    [(40, 40, (2, 14)), (40, 5, (11, 5)), (1, 40, (1, 15)), (0, 40, (0, 16)), (9, 3, (9, 3))],
+)
+async def test_works_that_are_due_already_do_not_hide_those_to_come(
+    queue: Queue, request: pytest.FixtureRequest, late: int, in_time: int, seen: tuple[int, int]
+) -> None:
+    if "schema-1-leader" in request.node.name or "schema-1-and-current" in request.node.name:
+        pytest.skip("a leader of the release before looks from the head on")
+    await register(queue)
+    await enqueue(
+        queue,
+        *(work(f"late{i:02}", NOW / 1000 - 99 + i) for i in range(late)),
+        *(work(f"time{i:02}", NOW / 1000 + i) for i in range(in_time)),
+    )
+
+    found = [one.id for one in (await look(queue, 16)).works]
+
+    assert found == [f"late{i:02}" for i in range(seen[0])] + [f"time{i:02}" for i in range(seen[1])]
+
+
 async def test_an_empty_queue_shows_nothing(queue: Queue) -> None:
     assert await look(queue) == Waiting()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from policies.dispatching import LOOK_AHEAD, MOST_PLACED, Placement, look_for_room, place_one, plan_batches, plan_round
 from policies.limits import build
-from policies.ordering import TenantCounters
+from policies.ordering import TenantCounters, late_by_class
 from policies.placement import eligible
 from policies.schema import PRESSING_FRACTION, Policy
 from policies.sizing import LearnedStep, SizingEvent, Window
@@ -498,3 +498,11 @@ def test_a_batch_names_the_guard_that_let_no_more_in(waiting: int, binding: Guar
     )
 
     assert batch.binding is binding
+
+
+def test_works_beyond_the_look_ahead_are_taken_to_be_late() -> None:
+    late, soon = work("late", accepted_s=NOW_S - 9, deadline_s=NOW_S - 8), work("soon")
+    depths = {("chat", "t"): 900, ("chat", "heavy"): 1, ("night", "t"): 5}
+
+    assert late_by_class([late, soon, soon, work("n", "night")], depths, POLICY, NOW_S) == {"chat": 899}
+    assert late_by_class([soon], {("chat", "t"): 1}, POLICY, NOW_S) == {}

@@ -3,13 +3,17 @@
 -- Shares are what dealing one work to each tenant in turn would give. Who is dealt first moves with time (along the
 -- squares times the golden ratio, so that no regular beat meets the same tenants each time): with more tenants than places all are seen.
 --
+-- A share is filled with works of ranks from now on: what is due already, and lies before them in masses when a pool has too
+-- much to do, gets what is left of it, an eighth at least.
+--
 -- KEYS     the pool's table
--- ARGV     1 now_ms, 2 default bound, then per class: class, bound
+-- ARGV     1 now_ms, 2 default bound, 3 now as a rank, then per class: class, bound
 -- returns  {depths, flat: queue, works; look-ahead, flat: id, record}
 -- O(tenants * log tenants + look-ahead * log waiting)
 local now_ms, default_bound = tonumber(ARGV[1]), tonumber(ARGV[2])
 local bounds = {}
-for i = 3, #ARGV, 2 do bounds[ARGV[i]] = tonumber(ARGV[i + 1]) end
+local now_rank = ARGV[3]
+for i = 4, #ARGV, 2 do bounds[ARGV[i]] = tonumber(ARGV[i + 1]) end
 
 local depths = redis.call('HGETALL', DEPTHS)
 local classes, tenants = {}, {}
@@ -50,9 +54,8 @@ end
 
 local ahead = {}
 
-local function read_ahead(queue)
-  local members = redis.call('ZRANGEBYLEX', WAITING, '[' .. queue.queue .. '/', '(' .. queue.queue .. '0',
-    'LIMIT', 0, queue.share)
+local function read(queue, low, high, count)
+  local members = redis.call('ZRANGEBYLEX', WAITING, low, high, 'LIMIT', 0, count)
   for from = 1, #members, 1000 do
     local ids = {}
     for i = from, math.min(from + 999, #members) do
@@ -65,6 +68,19 @@ local function read_ahead(queue)
       end
     end
   end
+end
+
+local function read_ahead(queue)
+  local low, now, high = '[' .. queue.queue .. '/', queue.queue .. '/' .. now_rank, '(' .. queue.queue .. '0'
+  if queue.left == 0 then
+    read(queue, low, high, queue.share)
+    return
+  end
+  local to_come = redis.call('ZLEXCOUNT', WAITING, '[' .. now, high)
+  local later = math.min(to_come, queue.share - math.floor(queue.share / 8))
+  local before = math.min(queue.share + queue.left - to_come, queue.share - later)
+  if before > 0 then read(queue, low, '(' .. now, before) end
+  if queue.share > before then read(queue, '[' .. now, high, queue.share - before) end
 end
 
 for _, class in ipairs(classes) do
