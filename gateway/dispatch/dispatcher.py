@@ -383,9 +383,15 @@ class Dispatcher:
         policy = self._store.current  # it may have changed while we read, and the sizing policy with it
         now_s = self._clock.pool_s()
         self._overdue = policy.any_overdue(waiting.works, now_s)
+        # A grant to a process that does not read it would hold a place until its session is over, and as long again.
+        silent = {owner for owner in set(waiting.owners.values()) if self._steward.silent(owner)}
         fresh: Sequence[Work] = waiting.works
-        if self._uncertain:
-            fresh = [work for work in fresh if (work.id, work.attempt + 1) not in self._uncertain]
+        if silent or self._uncertain:
+            fresh = [
+                work
+                for work in fresh
+                if waiting.owners.get(work.id) not in silent and (work.id, work.attempt + 1) not in self._uncertain
+            ]
         placements: list[Placement] = []
         due: list[Work] = []
         if fresh:

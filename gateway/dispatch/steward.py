@@ -113,6 +113,13 @@ class Steward:
         """No other session has been heard of: there is nobody to count."""
         return not self._lost and all(session == self._presence.session for session in self._others)
 
+    def silent(self, session: Session | None) -> bool:
+        """A process that has told nothing for a while: dead, stopped or cut off, it reads no grant."""
+        if session is None or session.id == self._presence.session.id:
+            return False
+        other = self._others.get(session) or self._lost.get(session)
+        return other is not None and other.silent_s(self._clock.pool_s()) > SILENT_S
+
     def vitals(self, engine: str) -> dict[object, Vitals]:
         """What the calls of other processes say of an engine, by session, as they last reported."""
         return {

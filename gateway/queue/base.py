@@ -267,10 +267,12 @@ class Waiting:
 
     works      per class, EDF/rank order inside each (class, tenant), at most the bound asked for
     depths     all waiting works by (class, tenant), beyond the look-ahead too
+    owners     whose each of `works` is, by id; those that nobody owns are not in it
     """
 
     works: tuple[Work, ...] = ()
     depths: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    owners: Mapping[str, Session] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,7 +278,9 @@ class MemoryQueue:
             for queue, share in zip(queues, shares, strict=True):
                 ahead = _ahead(self._waiting[queue], share, now_ms / 1000)
                 works += [self._works[work_id].work for _, work_id in ahead]
-        return Waiting(tuple(works), {_names(queue): len(ranks) for queue, ranks in self._waiting.items()})
+        by_queue = {_names(queue): len(ranks) for queue, ranks in self._waiting.items()}
+        owners = {work.id: session_from(owner) for work in works if (owner := self._works[work.id].owner)}
+        return Waiting(tuple(works), by_queue, owners)
 
     async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
         rung: dict[str, None] = {}

@@ -87,6 +87,7 @@ from gateway.queue.primary import Primary, PrimaryUnknown, Service, Slot, ToPrim
 from gateway.queue.store_url import StoreUrl, parse_store_url
 from gateway.queue.wire import (
     BODY_LETTERS,
+    owner_in,
     pack_avoid,
     pack_credits,
     pack_events,
@@ -334,10 +335,14 @@ class RedisQueue:
         args: list[str | int] = [now_ms, default_bound, rank_part(now_ms / 1000)]
         for class_name, bound in bounds.items():
             args += (_encoded(class_name), bound)
-        depths, ahead = await self._run("peek", *args)
+        by_queue, ahead = await self._run("peek", *args)
         works = self._unpacked(ahead)
-        queues = {tuple(queue.decode().split("/")): int(works) for queue, works in _pairs(depths) if b"/" in queue}
-        return Waiting(works, {(unquote(name), unquote(tenant)): depth for (name, tenant), depth in queues.items()})
+        parts = {work_id.decode(): owner_in(record) for work_id, record in _pairs(ahead)}
+        sessions = {part: session_from(part) for part in set(parts.values()) if part}
+        owners = {work_id: sessions[part] for work_id, part in parts.items() if part}
+        queues = {tuple(queue.decode().split("/")): int(works) for queue, works in _pairs(by_queue) if b"/" in queue}
+        depths = {(unquote(name), unquote(tenant)): depth for (name, tenant), depth in queues.items()}
+        return Waiting(works, depths, owners)
 
     def _unpacked(self, ahead: Iterable[bytes]) -> tuple[Work, ...]:
         """Works of a look-ahead; those that the last one showed, unchanged, are not decoded again."""

@@ -75,6 +75,11 @@ def pack_avoid(work: Work) -> str:
     return ",".join(encoded(engine) for engine in sorted(work.avoid))
 
 
+def owner_in(record: bytes) -> str:
+    """The session part of a work's owner, from its whole record; "" for nobody."""
+    return record.split(b"\t", 2)[1].decode()
+
+
 def unpack_work(work_id: str, record: bytes) -> Work:
     """A work from its whole record: state line, newline, JSON."""
     line, _, text = record.partition(b"\n")

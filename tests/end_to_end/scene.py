@@ -24,7 +24,10 @@ LOOKED_AT_S = 2.5
 
 @dataclass
 class Scene:
-    """See the module header. leader, other: the gateways' parts when the scene began."""
+    """See the module header. leader, other: the gateways' parts when the scene began.
+
+    in_time_s   for a first token: the objective, or the worst before any harm where the machine alone is later than that
+    """
 
     pool: Pool
     leader: str
@@ -32,6 +35,7 @@ class Scene:
     streams: Traffic
     windows: WindowWatch
     leaders: LeaderWatch
+    in_time_s: float
     late: list[Told] = field(default_factory=list)
 
     async def kill(self, name: str, *victims: int) -> set[int]:
@@ -43,20 +47,10 @@ class Scene:
             os.kill(pid, signal.SIGKILL)
         return dying
 
-    def usual_s(self, harmed_s: float) -> float:
-        """The worst first token before the harm: what the machine makes of it all by itself."""
-        before = [told for told in self.streams.of("interactive") if told.first_s and told.started_s < harmed_s]
-        return max(told.ttft_s for told in before)
-
     async def attained(self, harmed_s: float, *names: str) -> None:
-        """Watch interactive streams until enough were started more than BACK_S after the harm: all are in time again.
-
-        That is inside the objective, and the worst that was seen before the harm on top: a machine that is busy with other
-        things is late without any.
-        """
-        usual_s = self.usual_s(harmed_s)
-        await asyncio.sleep(harmed_s + BACK_S + LOOKED_AT_S + usual_s - time.monotonic())
-        self.late += self.streams.late(harmed_s + BACK_S, OBJECTIVE_S + usual_s, *names)
+        """Watch interactive streams until enough were started more than BACK_S after the harm: all are in time again."""
+        await asyncio.sleep(harmed_s + BACK_S + LOOKED_AT_S + self.in_time_s - time.monotonic())
+        self.late += self.streams.late(harmed_s + BACK_S, self.in_time_s, *names)
 
 
 @asynccontextmanager
@@ -68,7 +62,8 @@ async def loaded(pool: Pool) -> AsyncIterator[Scene]:
         async with traffic(ports, pool.engines[0].port) as streams:
             streams.steady(interactive_per_s=8, bulk=2 * pool.for_bulk)
             await streams.flows(leader, other)
-            scene = Scene(pool, leader, other, streams, windows, leaders)
+            usual_s = max(told.ttft_s for told in streams.of("interactive") if told.first_s)
+            scene = Scene(pool, leader, other, streams, windows, leaders, max(OBJECTIVE_S, usual_s))
             yield scene
     assert windows.most in range(pool.for_bulk + 1, pool.places + 1)
     assert leaders.at_once() == []

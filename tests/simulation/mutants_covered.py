@@ -322,7 +322,7 @@ COVERED = (
         Mutant(
             "a claim that may have been made is decided anew",
             DISPATCHER + "_round",
-            "if (work.id, work.attempt + 1) not in self._uncertain",
+            " and (work.id, work.attempt + 1) not in self._uncertain",
             "",
             None,
             0,
