@@ -392,6 +392,8 @@ class Dispatcher:
                 for work in fresh
                 if waiting.owners.get(work.id) not in silent and (work.id, work.attempt + 1) not in self._uncertain
             ]
+        if not self._steward.alone:  # what its owner has started on its share waits in the store still
+            fresh = [work for work in fresh if not self._steward.runs(work.id, work.attempt + 1)]
         placements: list[Placement] = []
         due: list[Work] = []
         if fresh:

@@ -113,6 +113,10 @@ class Steward:
         """No other session has been heard of: there is nobody to count."""
         return not self._lost and all(session == self._presence.session for session in self._others)
 
+    def runs(self, work_id: str, attempt: int) -> bool:
+        """Another process has told that it runs this attempt."""
+        return (work_id, attempt) in self._elsewhere
+
     def silent(self, session: Session | None) -> bool:
         """A process that has told nothing for a while: dead, stopped or cut off, it reads no grant."""
         if session is None or session.id == self._presence.session.id:
