@@ -68,6 +68,7 @@ class Work:
     finish_by_s     of a class without one: pool time by which the whole answer is due; None: at any time
     rank            order inside its (class, tenant), low first; the queue orders by nothing else
     attempt         tries already made, >= 0
+    streams         its answer is streamed: a first token is seen when it is made, and not only with the last
     prefix          how its request begins: digests of its first 1, 2, 4, ... KiB with dots between, "" for a short one; two
                     with an equal digest probably share so much of their prompts
     pinned_engine   only this engine will do (a stored response lives there); None: any
@@ -91,6 +92,7 @@ class Work:
     avoid: frozenset[str] = frozenset()
     prefix: str = ""
     finish_by_s: float | None = None
+    streams: bool = True
 
 
 def _any_path(_path: str) -> bool:

@@ -534,7 +534,7 @@ class Dispatcher:
         work = event.work
         match event:
             case Granted():
-                self._pace.granted(event.engine, work.id, event.attempt, work.prompt_tokens, at_s)
+                self._pace.granted(event.engine, work, event.attempt, at_s)
                 self._caches.granted(event.engine, work)
             case FirstToken():
                 self._alone.first_token(work.model, work.prompt_tokens, event.engine_ttft_s)

@@ -115,6 +115,7 @@ class Intake:
             deadline_s=deadline_s,
             finish_by_s=policy.finish_by_s(found.class_name, accepted_s, waits_s),
             pinned_engine=pinned,
+            streams=facts.stream,
             prefix="" if exchange.path in PADDED_PATHS else _prefix(exchange.body),
         )
 

@@ -67,6 +67,8 @@ def _fields(work: Work) -> dict[str, object]:
         fields["pinned_engine"] = work.pinned_engine
     if work.prefix:
         fields["prefix"] = work.prefix
+    if not work.streams:
+        fields["whole"] = True
     return fields
 
 
@@ -112,6 +114,7 @@ def _work(work_id: str, fields: Mapping[str, Any], *, rank: float, **changed: An
         finish_by_s=get("finish_by_s"),
         pinned_engine=get("pinned_engine"),
         prefix=get("prefix", ""),
+        streams=not get("whole", False),
         **changed,
     )
 

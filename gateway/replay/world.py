@@ -340,6 +340,7 @@ class World:
             deadline_s=deadline_s,
             finish_by_s=policy.finish_by_s(class_name, accepted_s, None),
             prefix=request.prefix,
+            streams=policy.class_policy(class_name).has_ttft_objective or not self.plan.whole_bulk,
         )
 
     def _estimated(self, prompt_tokens: int) -> int:
@@ -390,7 +391,6 @@ class World:
         if course.granted_s is None:
             course.granted_s = now_s
         course.replica.flow.left(course.work.class_name, now_s)
-        patient = not self.plan.policy.class_policy(course.work.class_name).has_ttft_objective
 
         def on_first_token(attempt: Attempt) -> None:
             at_s = self.loop.time()
@@ -406,12 +406,12 @@ class World:
                 _sequence(course.work.id, course.request, self._engine_priority(course.work)),
                 on_first_token,
                 on_end,
-                whole=patient and self.plan.whole_bulk,
+                whole=not course.work.streams,
             )
         except ValueError:
             self._settle(course, Result.CLIENT_ERROR, "too_long")
             return
-        if patient:
+        if not self.plan.policy.class_policy(course.work.class_name).has_ttft_objective:
             course.attempt.on_recall = functools.partial(self._recalled, course, grant)
         course.replica.dispatcher.attach(grant, course.attempt)
 

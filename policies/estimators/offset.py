@@ -3,9 +3,10 @@
 The ledger runs ahead of telemetry and knows only what we sent. What it does not know is slow: prompts that share a prefix
 make it too high, traffic that is not ours too low. So telemetry corrects an offset, smoothed, and never the sum itself.
 
-A prompt without a first token is in the ledger, and in the engine in part, or as a whole where the answer shows nothing
-before its end. So the ledger is off only by what lies outside of its sums without and with such prompts; and it is compared
-as of the moment of the poll, for which its last sums are kept.
+A prompt without a first token is in the ledger, and in the engine at most in part: it is left out of the comparison. Where
+its answer shows nothing before its end nobody can see how much of it is taken in: so the ledger is off only by what lies
+outside of its sums without and with such prompts. It is compared as of the moment of the poll, for which its last sums are
+kept.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class OffsetFilter:
         self._taken_s: float | None = None
         self._sums: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
 
-    def tick(self, held_tokens: float, now_s: float, pending_tokens: float = 0.0) -> None:
-        """Note what the ledger holds now, pending prompts included."""
-        self._sums.append((now_s, held_tokens - pending_tokens, held_tokens))
+    def tick(self, held_tokens: float, now_s: float, *, pending: float = 0.0, unseen: float = 0.0) -> None:
+        """Note what the ledger holds now: prompts without a first token included, `pending` tokens, and `unseen` those of them
+        of which nobody sees one."""
+        self._sums.append((now_s, held_tokens - pending, held_tokens - pending + unseen))
 
     def polled(self, used_tokens: float, taken_s: float) -> bool:
         """Take in a poll, of pool time `taken_s`. False for one that was seen before."""

@@ -8,7 +8,7 @@ moment at which an idle engine is sent a prompt, in stretches of STRETCH_S at le
 stretch is believed by its tokens, since a short one is mostly the engine's steps. Independent of the sizing policy in force.
 
 An answer that is told whole shows no first token before its end. So a prompt is pending until its first token, and at most for
-TAKEN_IN_FACTOR times what was predicted when it was sent, behind what was pending then. One that shows its first token later
+`taken_in_factor` times what was predicted when it was sent, behind what was pending then. One that shows its first token later
 than that says how slow the engine has become.
 """
 
@@ -18,6 +18,8 @@ import math
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from policies.vocabulary import Work
+
 ATTENTION_TOKENS = 32_768
 """Tokens before a token at which attention costs what everything else does. By the measured profiles 10,000 to 30,000 for
 models of 8 to 32 billion parameters, 100,000 for 70 billion: in between, since no metric tells."""
@@ -26,11 +28,17 @@ LEAST_TOKENS = 512
 BELIEVED_TOKENS = 20_000
 """A stretch of so many tokens counts as much as all before it."""
 
-
 TAKEN_IN_FACTOR = 2.0
-"""Predictions are off by less, nearly always, where an answer streams; it would be pending for that much too long at most."""
+"""Predictions are off by less, nearly always."""
+STREAMED_FACTOR = 8.0
+"""The same for an answer that is streamed: its first token is seen, unless its engine holds tokens back."""
 
 AttemptKey = tuple[str, int]
+
+
+def taken_in_factor(*, streams: bool) -> float:
+    """After how many times the predicted time a prompt counts as taken in though no first token was seen."""
+    return STREAMED_FACTOR if streams else TAKEN_IN_FACTOR
 
 
 def prefill_tokens(prompt_tokens: int) -> float:
@@ -85,8 +93,9 @@ class Pace:
         self._engines: dict[str, _Engine] = {}
         self._prompts: dict[AttemptKey, _Prompt] = {}
 
-    def granted(self, engine: str, work_id: str, attempt: int, prompt_tokens: int, now_s: float) -> None:
+    def granted(self, engine: str, work: Work, attempt: int, now_s: float) -> None:
         """An attempt was sent."""
+        prompt_tokens = work.prompt_tokens
         one = self._engines.get(engine)
         if one is None:
             one = self._engines[engine] = _Engine()
@@ -97,10 +106,10 @@ class Pace:
         one.pending += 1
         one.ahead += tokens
         one.prompt_tokens += prompt_tokens
-        key = work_id, attempt
+        key = work.id, attempt
         self._prompts[key] = _Prompt(engine, prompt_tokens, tokens, one.ahead, now_s)
         if one.seconds is not None:
-            heappush(one.due, (now_s + TAKEN_IN_FACTOR * one.seconds * one.ahead, key))
+            heappush(one.due, (now_s + taken_in_factor(streams=work.streams) * one.seconds * one.ahead, key))
 
     def first_token(self, work_id: str, attempt: int, now_s: float) -> None:
         """An attempt's prompt has been taken in."""

@@ -89,7 +89,7 @@ class Pool:
         some = [self._work(f"{name}.{n}", ("interactive", "bulk")[n % 2]) for n in range(IN_FLIGHT)]
         for one in some:
             self.sizing.on_event(Granted(one, name, 1), NOW_S - 30)
-            self.pace.granted(name, one.id, 1, one.prompt_tokens, NOW_S - 30)
+            self.pace.granted(name, one, 1, NOW_S - 30)
         for number, one in enumerate(some):
             took_s = 0.05 * (1 + number)
             self.sizing.on_event(FirstToken(one, name, took_s), NOW_S - 30 + took_s)

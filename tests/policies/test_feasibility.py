@@ -77,6 +77,10 @@ def test_the_longest_of_those_that_are_too_many_is_given_up() -> None:
     assert [one.id for one in ordered(works)] == ["w1", "w2", "w3", "w0"]
 
 
+def prompt(name: str, prompt_tokens: int, *, streams: bool = True) -> Work:
+    return Work(name, "chat", "t", "m", "/v1/completions", NOW_S, NOW_S, prompt_tokens=prompt_tokens, streams=streams)
+
+
 def test_what_the_engines_were_given_already_counts() -> None:
     works = [due(0, prompt_tokens=400, within_s=1.0), due(1, prompt_tokens=100, within_s=1.1)]
 
@@ -85,7 +89,7 @@ def test_what_the_engines_were_given_already_counts() -> None:
 
 def test_a_round_places_those_that_can_be_in_time_first_by_the_pace_it_learned() -> None:
     pace = Pace()
-    pace.granted("e0", "seen", 1, 1000, NOW_S - 2)
+    pace.granted("e0", prompt("seen", 1000), 1, NOW_S - 2)
     pace.first_token("seen", 1, NOW_S - 1)
     works = [due(0, prompt_tokens=700, within_s=1.0), due(1, prompt_tokens=200, within_s=1.1)]
     sizing = LIMITS["fixed"](policy("version: 1\nclasses: {chat: {ttft_sla_s: 1}}\nsizing: {fixed: {total: 1}}\n"))
@@ -101,10 +105,10 @@ def test_a_round_places_those_that_can_be_in_time_first_by_the_pace_it_learned()
 def test_a_pace_is_the_tokens_taken_in_while_some_were_pending() -> None:
     pace = Pace()
     for number in range(4):
-        pace.granted("e0", f"w{number}", 1, 1000, NOW_S)
+        pace.granted("e0", prompt(f"w{number}", 1000), 1, NOW_S)
     for number in range(4):
         pace.first_token(f"w{number}", 1, NOW_S + 0.25 * (number + 1))
-    pace.granted("e0", "much later", 1, 1000, NOW_S + 60)
+    pace.granted("e0", prompt("much later", 1000), 1, NOW_S + 60)
     pace.first_token("much later", 1, NOW_S + 60.25)
 
     assert pace.seconds_per_token("e0") == pytest.approx(0.25 / prefill_tokens(1000))
@@ -118,10 +122,10 @@ def test_a_long_prompt_takes_more_than_its_share_of_prefill() -> None:
 
 def test_a_short_prompt_or_one_that_came_to_nothing_teaches_no_pace() -> None:
     pace = Pace()
-    pace.granted("e0", "short", 1, 20, NOW_S)
+    pace.granted("e0", prompt("short", 20), 1, NOW_S)
     pace.first_token("short", 1, NOW_S + 0.5)
     for name in ("lost", "kept"):
-        pace.granted("e0", name, 1, 5000, NOW_S + 1)
+        pace.granted("e0", prompt(name, 5000), 1, NOW_S + 1)
     pace.ended("lost", 1)
     pace.first_token("kept", 1, NOW_S + 9)
 
@@ -133,7 +137,7 @@ def test_a_prompt_whose_answer_shows_nothing_is_pending_until_its_predicted_time
     each_s = pace.seconds_per_token("e0")
     assert each_s is not None
     for number in range(2):
-        pace.granted("e0", f"whole{number}", 1, 1000, NOW_S)
+        pace.granted("e0", prompt(f"whole{number}", 1000, streams=False), 1, NOW_S)
     tokens = prefill_tokens(1000)
 
     ahead = [
@@ -143,14 +147,27 @@ def test_a_prompt_whose_answer_shows_nothing_is_pending_until_its_predicted_time
     assert ahead == pytest.approx([2 * tokens + 500, tokens + 500, 500])  # 500 tokens are known by their sum only
 
 
+def test_a_prompt_whose_answer_is_streamed_is_pending_until_its_first_token_is_seen() -> None:
+    pace = paced()
+    each_s = pace.seconds_per_token("e0")
+    assert each_s is not None
+    pace.granted("e0", prompt("s", 1000), 1, NOW_S)
+    tokens = prefill_tokens(1000)
+    late_s = NOW_S + 3 * TAKEN_IN_FACTOR * tokens * each_s
+
+    assert pace.ahead_tokens("e0", 1000, late_s) == pytest.approx(tokens)
+    pace.first_token("s", 1, late_s)
+    assert pace.ahead_tokens("e0", 0, late_s) == 0
+
+
 def test_whole_answers_make_no_engine_slower_than_it_is() -> None:
     pace = paced()
     before = pace.seconds_per_token("e0")
     assert before is not None
-    pace.granted("e0", "whole", 1, 1000, NOW_S)
+    pace.granted("e0", prompt("whole", 1000, streams=False), 1, NOW_S)
     for number in range(20):
         at_s = NOW_S + 10 * (1 + number)
-        pace.granted("e0", f"s{number}", 1, 1000, at_s)
+        pace.granted("e0", prompt(f"s{number}", 1000), 1, at_s)
         pace.first_token(f"s{number}", 1, at_s + before * prefill_tokens(1000))
     pace.ended("whole", 1)
 
@@ -165,7 +182,7 @@ def test_an_engine_that_became_slower_than_every_prediction_is_believed() -> Non
     for number in range(60):
         at_s = NOW_S + 100 * number
         for part in range(2):
-            pace.granted("e0", f"s{number}.{part}", 1, 4000, at_s + 10 * part)
+            pace.granted("e0", prompt(f"s{number}.{part}", 4000), 1, at_s + 10 * part)
         for part in range(2):
             pace.first_token(f"s{number}.{part}", 1, at_s + 10 * part + 8 * before * prefill_tokens(4000))
 
@@ -180,7 +197,7 @@ def test_bulk_that_runs_whole_makes_a_class_refuse_works_only_while_it_is_taken_
 ) -> None:
     pace, asked = paced(), due(0, prompt_tokens=300, within_s=1.0)
     for number in range(30):
-        pace.granted("e0", f"whole{number}", 1, 3000, NOW_S - since_s)
+        pace.granted("e0", prompt(f"whole{number}", 3000, streams=False), 1, NOW_S - since_s)
 
     outlook = Outlook([asked], [engine(prefill_tokens=30 * 3000)], pace, NOW_S)
 
@@ -210,7 +227,7 @@ BEHIND_S = STRETCH * (3000 + prefill_tokens(300)) * 2000 * SECONDS_PER_TOKEN / p
 def paced(seconds_per_token: float = SECONDS_PER_TOKEN) -> Pace:
     """An engine that takes prompts in at this pace."""
     pace = Pace()
-    pace.granted("e0", "seen", 1, 2000, NOW_S - 9)
+    pace.granted("e0", prompt("seen", 2000), 1, NOW_S - 9)
     pace.first_token("seen", 1, NOW_S - 9 + 2000 * seconds_per_token)
     return pace
 

@@ -20,7 +20,7 @@ from statistics import median
 
 from policies.estimators.correction import Correction
 from policies.estimators.offset import OffsetFilter
-from policies.estimators.pace import TAKEN_IN_FACTOR
+from policies.estimators.pace import taken_in_factor
 from policies.estimators.step_model import StepModel
 from policies.estimators.survival import HORIZONS, Key, Lengths, levels
 from policies.sizing import FirstToken, Running
@@ -108,9 +108,9 @@ class Tenancy:
 
 @dataclass(slots=True)
 class Sums:
-    """What the entries add up to. held: prompt and shown tokens; sequences: that the works
-    decode; pending: prompts without a first token yet; assumed: those
-    of them that must have had it. variances: with every tenant's correlation in them."""
+    """What the entries add up to. held: prompt and shown tokens; sequences: that the works decode; assumed: prompts without a
+    first token that must have had it; pending: the other prompts without one, and `pending_whole` those of them whose answers
+    will show none. variances: with every tenant's correlation in them."""
 
     works: dict[str, int] = field(default_factory=dict)
     means: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)
@@ -121,6 +121,7 @@ class Sums:
     pending_urgent: int = 0
     pending_patient: int = 0
     assumed: int = 0
+    pending_whole: int = 0
 
     @staticmethod
     def of(entries: Iterable[Entry]) -> Sums:
@@ -187,10 +188,13 @@ class Sums:
         """Count a prompt as pending, or no more."""
         if entry.assumed:
             self.assumed += sign * entry.work.prompt_tokens
-        elif entry.urgent:
+            return
+        if entry.urgent:
             self.pending_urgent += sign * entry.work.prompt_tokens
         else:
             self.pending_patient += sign * entry.work.prompt_tokens
+        if not entry.work.streams:
+            self.pending_whole += sign * entry.work.prompt_tokens
 
 
 class Account:
@@ -305,7 +309,7 @@ class Account:
             entry.prefilled = one.prefilled
             if not one.prefilled:
                 waited_s, first_s = now_s - entry.granted_s, self.step.ttft_s(*entry.behind)
-                entry.assumed = waited_s > TAKEN_IN_FACTOR * first_s
+                entry.assumed = waited_s > taken_in_factor(streams=one.work.streams) * first_s
                 if entry.assumed and not one.shown_tokens:
                     entry.shown_tokens = self._unseen_tokens(one.work, waited_s - first_s)
             entries[key] = entry

@@ -462,8 +462,9 @@ class _Engine:
         self._look_for_restart(view)
         self.found_seats.hear(view, now_s)
         # Prompts that must have been taken in, though their answers show nothing yet, are in the engine's memory.
-        pending = max(0, view.prefill_tokens - self.account.sums.assumed)
-        self.account.offset.tick(view.kv_tokens, now_s, pending)
+        sums = self.account.sums
+        pending = max(0, view.prefill_tokens - sums.assumed)
+        self.account.offset.tick(view.kv_tokens, now_s, pending=pending, unseen=min(pending, sums.pending_whole))
         if used.known and used.value is not None and self.capacity_tokens is not None:
             self.account.offset.polled(used.value * self.capacity_tokens, now_s - age_s)
         self._count_preemptions(view)

@@ -37,10 +37,10 @@ def test_a_poll_is_compared_with_the_ledger_of_its_time_and_counts_once() -> Non
     assert offset.offset_tokens == 0
 
 
-def test_prompts_without_a_first_token_are_neither_foreign_nor_shared_wherever_they_are() -> None:
+def test_prompts_whose_answers_show_nothing_are_neither_foreign_nor_shared_wherever_they_are() -> None:
     offset = OffsetFilter()
     for poll, used in enumerate((10_000, 13_000, 18_000, 18_000)):
-        offset.tick(18_000, float(poll), 8_000)
+        offset.tick(18_000, float(poll), pending=8_000, unseen=8_000)
         offset.polled(used, float(poll))
 
     assert offset.offset_tokens == 0
@@ -52,3 +52,16 @@ def test_the_polling_period_is_found_out() -> None:
         offset.polled(0, poll * 2.0)
 
     assert offset.period_s == pytest.approx(2.0, rel=0.05)
+
+
+def test_prompts_that_will_show_a_first_token_are_left_out_until_then() -> None:
+    offset = OffsetFilter()
+    for poll in range(60):
+        offset.tick(18_000, float(poll), pending=8_000)
+        offset.polled(10_000, float(poll))
+
+    assert offset.offset_tokens == pytest.approx(0)
+    for poll in range(60, 120):
+        offset.tick(18_000, float(poll), pending=8_000)
+        offset.polled(12_000, float(poll))
+    assert offset.offset_tokens == pytest.approx(2_000)
