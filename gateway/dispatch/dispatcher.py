@@ -217,8 +217,7 @@ class Dispatcher:
         if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:
             self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
             self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
-        self._ledger[grant.engine].entries[grant.work_id, grant.attempt].taken = True
-        self._journal.began(work, grant.engine, grant.attempt, self._presence.now_ms())
+        self._take(work, grant.engine, grant.attempt)
 
     def honours(self, grant: Grant) -> bool:
         """Whether a grant may be used: not expired on anybody's clock, not replaced by a leader that we heard of, for an
@@ -529,6 +528,12 @@ class Dispatcher:
         self._learn(now_s, Granted(work, engine, attempt))
         self._latest[work.class_name] = work
 
+    def _take(self, work: Work, engine: str, attempt: int) -> None:
+        """An attempt that is counted is for this process to run, from now on."""
+        now_s = self._clock.pool_s()
+        self._ledger[engine].entries[work.id, attempt].taken_s = now_s
+        self._journal.began(work, engine, attempt, int(now_s * 1000))
+
     def _learn(self, at_s: float, event: Granted | FirstToken | Finished) -> None:
         """Tell whoever decides by what happens to single attempts, here or in another process."""
         work = event.work
@@ -652,9 +657,8 @@ class Dispatcher:
         pool_s = self._clock.pool_s()
         attempt = work.attempt + 1
         self._count(work, engine, attempt, pool_s)
-        self._ledger[engine].entries[work.id, attempt].taken = True
         self.tenants.granted(work, policy.tenant(work.tenant).weight)
-        self._journal.began(work, engine, attempt, int(pool_s * 1000))
+        self._take(work, engine, attempt)
         self._steward.spent(self._credit.started)
         self._sink(
             Decision(

@@ -95,7 +95,7 @@ class Journal:
             return
         for engine, (work_id, attempt), entry in self._running():
             began = Began(entry.work, engine, attempt, entry.output_tokens, entry.prefilled)
-            self._began[work_id, attempt] = self._tell(int(entry.granted_s * 1000), began)
+            self._began[work_id, attempt] = self._tell(int(entry.taken_s * 1000), began)
 
     def _running(self) -> Iterator[tuple[str, Key, Entry]]:
         for engine, ledger in self._ledger:

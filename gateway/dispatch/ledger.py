@@ -14,6 +14,7 @@ One writer: the process's dispatcher.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,7 +50,7 @@ class Entry:
 
     output_tokens   shown by the last refresh
     recalled   it is being given up
-    taken     it is for this process to run: a grant that its owner took up, or credit of ours
+    taken_s   since then it is for this process to run: a grant that its owner took up, or credit of ours; inf: it is not
     claimed   whose it is, and the grant's place in that session's order; None: it runs (or will) in this process
     """
 
@@ -61,8 +62,12 @@ class Entry:
     prefill_tokens: int = 0
     output_tokens: int = 0
     prefilled: bool = False
-    taken: bool = False
+    taken_s: float = math.inf
     recalled: bool = False
+
+    @property
+    def taken(self) -> bool:
+        return self.taken_s < math.inf
 
 
 @dataclass(slots=True)
@@ -164,7 +169,7 @@ class EngineLedger:
 
     def sent_by(self, by_s: float) -> int:
         """Attempts of this process that were sent by then."""
-        return sum(one.progress is not None and one.granted_s <= by_s for one in self.entries.values())
+        return sum(one.progress is not None and one.taken_s <= by_s for one in self.entries.values())
 
     def running(self, class_name: str) -> int:
         """Works of a class in flight, without what is only allowed."""

@@ -193,7 +193,7 @@ class Steward:
 
     def finished(self, engine: str, entry: Entry) -> None:
         """An attempt that was sent from this process has ended."""
-        self._sightings.ended(engine, entry.granted_s, self._clock.pool_s())
+        self._sightings.ended(engine, entry.taken_s, self._clock.pool_s())
 
     def _look_at_engines(self, now_s: float, reports: Mapping[Session, SessionReport]) -> None:
         """Compare the newest polls with what runs, as long as somebody is silent."""

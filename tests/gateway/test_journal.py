@@ -52,7 +52,7 @@ class Process:
     def begin(self, name: str, engine: str = "e") -> None:
         work = Work(name, "chat", "t", "m", "/v1/completions", accepted_s=1.0, rank=0.0, prompt_tokens=10)
         self.ledger[engine].add(work, 1, self.now_ms / 1000)
-        self.ledger[engine].entries[name, 1].taken = True
+        self.ledger[engine].entries[name, 1].taken_s = self.now_ms / 1000
         self.journal.began(work, engine, 1, self.now_ms)
 
     def show(self, name: str, tokens: int = 1, engine: str = "e") -> None:

@@ -165,6 +165,17 @@ def test_sums_of_another_session_replace_each_other() -> None:
     assert (ledger.allowed_kv_tokens, ledger.allowed_prefill_tokens) == (8, 0)
 
 
+def test_an_attempt_counts_as_sent_from_when_its_owner_took_the_grant_up() -> None:
+    ledger = EngineLedger()
+    ledger.add(work(1), 1, 10.0)
+    waits_for_its_claim = ledger.sent_by(20.0)
+    ledger.entries["w1", 1].taken_s = 10.5
+    ledger.attach("w1", 1, Counter())
+
+    assert waits_for_its_claim == 0
+    assert [ledger.sent_by(by_s) for by_s in (10.0, 10.4, 10.5)] == [0, 0, 1]
+
+
 def test_an_engine_gives_up_nothing_more_while_something_is_being_given_up() -> None:
     ledger, counters = EngineLedger(), [Counter(), Counter(), Counter()]
     counters[2].recallable = False
