@@ -21,7 +21,7 @@ from gateway.control.roster import Engine, Roster
 from policies.vocabulary import EngineState
 
 TRIAL_S = 10.0
-"""Bound on the one token of a trial. Nothing else is polled of that engine meanwhile; it has no work from us."""
+"""Bound on the one token of a trial. Nothing else is polled of that engine meanwhile; it gets no work from us."""
 
 Opener = Callable[[Engine], Awaitable[Backend | None]]
 """Makes the engine's backend, detecting its kind if need be; None while nobody answers."""

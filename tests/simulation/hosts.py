@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
+from backends.openai_compatible import TRIAL_ID
 from backends.simulated.config import SimulatedConfig
 from backends.simulated.profiles import EngineOptions
-from backends.simulated.server import SimulatedServer
+from backends.simulated.server import Face, SimulatedServer
+from backends.simulated.service import Service as FacedService
 from gateway.app import Gateway
 from gateway.clock import PoolClock
 from gateway.exchange import Exchange
@@ -47,6 +51,29 @@ TIMEOUTS = Timeouts(
 )
 
 
+class TrialsApart:
+    """An engine's HTTP face, with a count of the trials under way: a gateway asks for a token of its own where works are stuck."""
+
+    def __init__(self, face: Face) -> None:
+        self._face = face
+        self.under_way = 0
+
+    def routes(self) -> list[web.RouteDef]:
+        return self._face.routes()
+
+    def middlewares(self) -> list[Middleware]:
+        return [self._count, *self._face.middlewares()]
+
+    @web.middleware
+    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        trial = request.headers.get("X-Request-Id") == TRIAL_ID
+        self.under_way += trial
+        try:
+            return await handler(request)
+        finally:
+            self.under_way -= trial
+
+
 class EngineHost:
     """A virtual engine on a host of its own; it can be killed and started again.
 
@@ -66,17 +93,27 @@ class EngineHost:
             seed=number,
         )
         self._server: SimulatedServer | None = None
+        self._face: TrialsApart | None = None
 
     @property
     def running(self) -> int:
-        """Requests that the engine works on."""
-        return 0 if self._server is None else self._server.in_flight
+        """Requests that the engine works on, trials apart."""
+        if self._server is None or self._face is None:
+            return 0
+        return max(0, self._server.in_flight - self._face.under_way)
 
     async def start(self) -> None:
         loop = self._world.loop
         server = SimulatedServer(
             self._config, host="0.0.0.0", port=ENGINE_PORT, wall_s=lambda: WALL_OFFSET_S + loop.time()
         )
+        build = server._build_face
+
+        def watched(service: FacedService) -> Face:
+            self._face = TrialsApart(build(service))
+            return self._face
+
+        server._build_face = watched
         with self._world.network.on(self.name):
             self._server = await server.__aenter__()
 
