@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 
 from gateway.replay.rows import COMPLETED, UNFINISHED, Row
 from gateway.replay.world import Played
@@ -33,7 +34,9 @@ class Figures:
     joules_per_token     over all served tokens; None where a profile has no power curve
     jain                 Jain's index over the tenants of classes without an objective, those never served included; 1 is
                          even, None with fewer than two
-    window_oscillation   95th less 5th percentile of the bulk window over its mean, in the second half of the run
+    window_oscillation   95th less 5th percentile of the bulk window over its mean, in a minute of the second half of the run:
+                         the median of all minutes, of the engine where that is largest. A window that swings by itself swings
+                         in every minute; one that follows the traffic, or is cut once, does not
     """
 
     attainment: float | None
@@ -132,15 +135,20 @@ def jain(served: Mapping[str, float]) -> float | None:
 
 def _oscillation(played: Played, policy: Policy) -> float | None:
     names = [name for name, one in policy.classes.items() if not one.has_ttft_objective]
-    windows = sorted(
-        float(window)
-        for seen in played.seen
-        if played.end_s / 2 <= seen.at_s <= played.end_s
-        for name in names
-        if (window := seen.windows.get(name)) is not None
-    )
-    low, high = quantile(windows, 0.05), quantile(windows, 0.95)
-    return None if low is None or high is None else (high - low) / (sum(windows) / len(windows))
+    minutes: dict[tuple[str, str, int], list[float]] = {}
+    for seen in played.seen:
+        if played.end_s / 2 <= seen.at_s <= played.end_s:
+            for name in names:
+                window = seen.windows.get(name)
+                if window is not None:
+                    minutes.setdefault((seen.engine, name, int(seen.at_s / 60)), []).append(float(window))
+    swings: dict[tuple[str, str], list[float]] = {}
+    for (engine, name, _), windows in minutes.items():
+        windows.sort()
+        low, high, mean = quantile(windows, 0.05), quantile(windows, 0.95), sum(windows) / len(windows)
+        if low is not None and high is not None and mean:
+            swings.setdefault((engine, name), []).append((high - low) / mean)
+    return max((median(one) for one in swings.values()), default=None)
 
 
 def _micros(seconds: float | None) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,15 +138,25 @@ def test_the_objective_grows_with_the_prompt() -> None:
     assert found.attainment == 0.5
 
 
-def test_oscillation_is_the_spread_of_the_bulk_window_in_the_second_half() -> None:
-    seen = [
-        Seen(float(at_s), "e", 0, 0, 0.0, {}, {"chat": 99, "bulk": at_s if at_s < 50 else 8 + 4 * (at_s % 2)}, {})
-        for at_s in range(100)
-    ]
+def windows(of: Callable[[int], int], *, engine: str = "e", until_s: int = 600) -> list[Seen]:
+    """One engine's, second by second."""
+    return [Seen(float(at_s), engine, 0, 0, 0.0, {}, {"chat": 99, "bulk": of(at_s)}, {}) for at_s in range(until_s)]
 
-    found = figures(Played([], seen, end_s=99.0), POLICY, duration_s=99.0)
 
-    assert found.window_oscillation == pytest.approx(4 / 10, rel=0.05)
+@pytest.mark.parametrize(
+    ("seen", "swing"),
+    [
+        (windows(lambda at_s: at_s if at_s < 300 else 8 + 4 * (at_s % 2)), 4 / 10),
+        (windows(lambda at_s: 8 + at_s // 60), 0.0),
+        (windows(lambda at_s: 20 if at_s < 400 else 10), 0.0),
+        (windows(lambda _: 8) + windows(lambda at_s: 90 + 20 * (at_s % 2), engine="f"), 20 / 100),
+    ],
+    ids=["swings", "follows", "cut once", "the worst of two engines of different size"],
+)
+def test_oscillation_is_how_far_the_bulk_window_swings_in_a_minute(seen: list[Seen], swing: float) -> None:
+    found = figures(Played([], seen, end_s=599.0), POLICY, duration_s=599.0)
+
+    assert found.window_oscillation == pytest.approx(swing, rel=0.05)
 
 
 @pytest.mark.parametrize(
