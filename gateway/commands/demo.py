@@ -1,7 +1,8 @@
 """`headrace demo`: two simulated engines of different size, the gateway, and real traffic through it.
 
 Everything runs here and ends with it: the engines are processes of their own, the gateway with its private Valkey
-lives in this one, and the clients speak HTTP to its public port. Ctrl-C (or `--for SECONDS`) ends all of it, exit 0.
+lives in this one, under the policy that `headrace serve` has by default, and the clients speak HTTP to its public port.
+Ctrl-C (or `--for SECONDS`) ends all of it, exit 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import aiohttp
 import uvloop
 from rich.console import Console
 
-from gateway import demo
 from gateway.app import Gateway
 from gateway.demo import llamacpp
 from gateway.demo.engines import EngineDidNotStart, engine_process, real, simulated
@@ -32,7 +32,6 @@ from gateway.stop_signals import stop_signals
 MODEL = "sim-8b"
 REAL_MODEL = "smollm2"
 PROFILES = {"big": "h100_llama31_8b_tp1", "small": "rtx4090_llama31_8b_tp1"}
-POLICY = Path(demo.__path__[0]) / "data" / "policy.yaml"
 DRAIN_S = 3.0
 READ_S = 300.0
 
@@ -42,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("demo", help="see it work: two simulated engines and real traffic")
     parser.add_argument("--for", dest="for_s", type=float, metavar="SECONDS", help="end by itself after so long")
     parser.add_argument("--rate", type=float, default=1.0, metavar="X", help="interactive traffic, times the trace (1)")
-    parser.add_argument("--bulk", type=int, default=40, metavar="N", help="bulk clients, one request each (40)")
+    parser.add_argument("--bulk", type=int, default=96, metavar="N", help="bulk clients, one request each (96)")
     parser.add_argument("--port", type=int, default=8080, help="public port; the next free one if it is taken (8080)")
     parser.add_argument("--real", action="store_true", help="add SmolLM2-135M on llama.cpp, whose answers are text")
 
@@ -116,7 +115,6 @@ def _settings(port: int, folder: Path, engines: tuple[EngineSettings, ...]) -> S
         admin_listen=f"127.0.0.1:{admin}",
         state_dir=folder / "state",
         engines=engines,
-        policy_file=POLICY,
         timeouts=Timeouts(drain_s=DRAIN_S),
     )
 
