@@ -36,6 +36,7 @@ from gateway.background import Background
 from gateway.clock import PoolClock
 from gateway.control.catalogue import Catalogue
 from gateway.control.energy import EnergyBook, tell_costs
+from gateway.control.engine_log import EngineLog
 from gateway.control.gpu_watch import GpuWatch, gpu_source_kind
 from gateway.control.health import HealthWatch
 from gateway.control.policy_store import PolicyStore
@@ -233,6 +234,7 @@ class Gateway:
             vitals=self.dispatcher.vitals,
             on_change=self._engine_changed,
         )
+        self.engine_log = EngineLog(self.roster, self._log)
         self.self_check = SelfCheck(self.roster, alive_s=self.health.alive_s, log=self._log)
         self.nvml = NvmlThread(self._clock.now_s)
         stack.callback(self.nvml.close)
@@ -440,6 +442,7 @@ class Gateway:
             if self.presence.leads:
                 pool_s, now_s = self._clock.pool_s(), self._clock.now_s()
                 self.health.judge(pool_s=pool_s, now_s=now_s)
+                self.engine_log.look(now_s)
                 self.self_check.look(pool_s=pool_s, now_s=now_s)
 
     def _engine_changed(self, engine: Engine, why: Why | None, detail: str, kept: bool) -> None:
