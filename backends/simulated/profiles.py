@@ -76,6 +76,13 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in PROFILES_DIR.glob("*.json"))
 
 
+def _nearest(name: str) -> str:
+    """What to write in place of a name that no profile has: those that it begins, else the one that looks most like it."""
+    names = profile_names()
+    meant = [one for one in names if one.startswith(name)] or get_close_matches(name, names, 1)
+    return f"did you mean {' or '.join(map(repr, meant))}?" if meant else f"expected one of {', '.join(names)}"
+
+
 def load_profile(name: str) -> Profile:
     """Read a shipped profile by name, or any profile file by its path (ending in .json).
 
@@ -85,8 +92,7 @@ def load_profile(name: str) -> Profile:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        nearest = get_close_matches(name, profile_names(), 1) or profile_names()[:1]
-        raise ValueError(f"profile {name!r}: not found; did you mean {nearest[0]!r}?") from error
+        raise ValueError(f"profile {name!r}: not found; {_nearest(name)}") from error
     except ValueError as error:
         raise ValueError(f"profile {name!r}: not JSON ({error}); fix the file") from error
     try:

@@ -383,7 +383,8 @@ async def _with_model(target: Target) -> Target:
         await backend.close()
     if not probe.models:
         raise SettingsError(
-            f"load {target.url}: {probe.detail or 'lists no model'}; start it, or name one with --model"
+            f"load {target.url}: {probe.detail or 'lists no model'};"
+            " start it, give its API key with --key-env NAME, or name a model with --model"
         )
     return replace(target, model=probe.models[0].id)
 

@@ -96,6 +96,8 @@ def find(path: str) -> Route:
     for prefix, prefixed in _PREFIXES:
         if path.startswith(prefix):
             return prefixed
+    if path in _WITHOUT_V1:
+        raise _no_such_path(path, f"did you mean /v1{path}? The base URL ends with /v1")
     raise _no_such_path(path, "see the documentation for the routes served")
 
 
@@ -133,6 +135,7 @@ _PREFIXES = (
     ("/v1/", _OPENAI),
 )
 _STATEFUL = ("/v1/files/", "/v1/batches/", "/v1/uploads/", "/v1/fine_tuning/", "/v1/metrics/", "/v1/admin/")
+_WITHOUT_V1 = frozenset({"/chat/completions", "/completions", "/embeddings", "/models", "/responses", "/messages"})
 _EVERYWHERE = frozenset({"/health", "/ping"})
 _SLASHES = re.compile(r"/{2,}")
 _ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")

@@ -55,7 +55,11 @@ def test_it_tells_its_url_serves_and_ends_cleanly_on_a_signal(number: signal.Sig
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--profile", "h100"], "profile 'h100': not found; did you mean"),
+        (
+            ["--profile", "h100"],
+            "profile 'h100': not found; did you mean 'h100_llama31_8b_tp1' or 'h100x4_llama31_70b_tp4'?",
+        ),
+        (["--profile", "zzz"], "profile 'zzz': not found; expected one of a100_llama3_8b_tp1, "),
         (["--kv-tokens", "100", "--max-model-len", "4000"], "lower it or raise kv_tokens"),
         (["--speed", "0"], "speed 0.0: must be > 0"),
     ],

@@ -111,6 +111,15 @@ async def test_what_is_not_served_is_a_404_with_an_error_object(start: Start, me
     assert not stand.service.served
 
 
+async def test_a_base_url_without_v1_is_named_as_what_is_wrong(start: Start) -> None:
+    stand = await start()
+
+    answer = await ask(stand.port, "POST", "/chat/completions", b"{}")
+
+    assert answer.status == 404
+    assert "did you mean /v1/chat/completions? The base URL ends with /v1" in str(answer.error()["message"])
+
+
 async def test_a_mounted_gateway_serves_below_its_mount_and_health_everywhere(start: Start) -> None:
     stand = await start(Settings(mount_path="/llm"))
 

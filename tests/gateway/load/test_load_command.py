@@ -145,6 +145,11 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert said in capsys.readouterr().err
 
 
+def test_a_server_that_lists_no_model_is_told_with_what_may_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "http://127.0.0.1:9", "--rate", "1"]) == 2
+    assert "start it, give its API key with --key-env NAME, or name a model with --model" in capsys.readouterr().err
+
+
 def test_a_keys_file_that_is_none_does_not_show_what_it_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
