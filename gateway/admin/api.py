@@ -1,5 +1,6 @@
 """The admin listener: what an operator, a probe or Prometheus may ask. Read-only, on 127.0.0.1:8081 by default.
 
+    GET /                    these pages, a line each
     GET /metrics             text 0.0.4, or OpenMetrics when asked for
     GET /healthz             200 while the process's loop turns; says nothing of engines
     GET /readyz              200, or 503 with the reason, while there is nothing to serve with
@@ -60,11 +61,9 @@ def admin_app(
     app[PAGE] = page
     app[GATHER] = gather or _nothing_to_gather
     app.on_cleanup.append(_close_page)
-    app.router.add_get("/metrics", _metrics)
-    app.router.add_get("/healthz", _healthz)
-    app.router.add_get("/readyz", _readyz)
-    app.router.add_get("/admin/v1/status", _status)
-    app.router.add_get("/admin/v1/policy", _policy)
+    app.router.add_get("/", _index)
+    for path, (handler, _) in _PAGES.items():
+        app.router.add_get(path, handler)
     return app
 
 
@@ -76,6 +75,10 @@ def metrics_app(page: MetricsPage, *, gather: Gather | None = None) -> web.Appli
     app.router.add_get("/metrics", _metrics)
     app.router.add_get("/healthz", _healthz)
     return app
+
+
+async def _index(_request: web.Request) -> web.Response:
+    return web.Response(text="".join(f"{path:<18} {text}\n" for path, (_, text) in _PAGES.items()))
 
 
 async def _metrics(request: web.Request) -> web.Response:
@@ -105,6 +108,15 @@ async def _status(request: web.Request) -> web.Response:
 async def _policy(request: web.Request) -> web.Response:
     await request.app[GATHER]()
     return _json(request.app[ADMINISTERED].policy())
+
+
+_PAGES: Mapping[str, tuple[Handler, str]] = {
+    "/metrics": (_metrics, "for Prometheus"),
+    "/healthz": (_healthz, "whether the process lives"),
+    "/readyz": (_readyz, "whether work can be served, else why not"),
+    "/admin/v1/status": (_status, "engines, windows, queues and latest decisions, as JSON"),
+    "/admin/v1/policy": (_policy, "the policy in force, as JSON"),
+}
 
 
 def _json(value: Mapping[str, object]) -> web.Response:

@@ -54,6 +54,14 @@ async def client(gateway: Gateway, telemetry: Telemetry) -> AsyncIterator[Client
         yield client
 
 
+async def test_the_first_page_lists_the_others_and_each_of_them_answers(client: Client) -> None:
+    listed = (await (await client.get("/")).text()).splitlines()
+
+    paths = [line.split()[0] for line in listed]
+    assert paths == ["/metrics", "/healthz", "/readyz", "/admin/v1/status", "/admin/v1/policy"]
+    assert [(await client.get(path)).status for path in paths] == [200] * 5
+
+
 async def test_metrics_are_served_in_the_format_asked_for(client: Client) -> None:
     plain = await client.get("/metrics")
     open_metrics = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
