@@ -1,6 +1,6 @@
 """The real gateway in seeded runs: faults as drawn, invariants after every event, everything served and tidied at the end.
 
-`HEADRACE_SEEDS` says how many seeds of each kind (0, 1, 2 ...), `HEADRACE_SEED` repeats one, `HEADRACE_KIND` picks a
+`HEADRACE_SEEDS` says how many seeds of each kind (0, 1, 2 ...; of a scene OF_A_SCENE_MOST at most), `HEADRACE_SEED` repeats one, `HEADRACE_KIND` picks a
 kind or a scene: what `make simulate` sets.
 """
 
@@ -27,6 +27,8 @@ ASKED = os.environ.get("HEADRACE_SEEDS")
 KINDS: list[str] = [ONE_KIND] if ONE_KIND else [*Kind, *SCENES]
 IN_THE_SUITE: Mapping[str, int] = {Kind.SINGLE: 40, Kind.MANY: 30, Kind.STORM: 30}
 OF_A_SCENE = 1
+OF_A_SCENE_MOST = 20
+"""A scene is written out, and a seed changes little of it."""
 SHOWED: Mapping[str, tuple[str, int]] = {
     "a claim in doubt was taken back while its work ran": (Kind.STORM, 12),
     "a stopped gateway reads its policy late, and went by the old window": (Kind.SINGLE, 13),
@@ -46,7 +48,8 @@ def seeds(kind: str) -> list[int]:
     if ONE_SEED:
         return [int(ONE_SEED)]
     if ASKED:
-        return list(range(int(ASKED)))
+        most = int(ASKED)
+        return list(range(min(most, OF_A_SCENE_MOST) if kind in SCENES and not ONE_KIND else most))
     return sorted({*range(IN_THE_SUITE.get(kind, OF_A_SCENE)), *(seed for one, seed in SHOWED.values() if one == kind)})
 
 
