@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.bench.baselines import OURS, PRIORITY_WINDOWS
+from gateway.bench.baselines import OURS, PRIORITY_WINDOWS, UNPROTECTED
 from gateway.bench.bounds import bar
 
 STATIC_RATIO = 1.03
@@ -23,7 +23,6 @@ DECISION_US = 1000.0
 OSCILLATION = 0.15
 JOBS_TTFT_RATIO = 1.3
 JOBS_BULK_RATIO = 0.9
-UNPROTECTED = "pass_round_robin"
 
 Row = Mapping[str, Any]
 
@@ -61,7 +60,7 @@ def _of_cell(cell: str, table: Mapping[str, Row], bounds: Row) -> Iterator[Bar]:
     yield Bar(cell, "attainment", ours["attainment"], needed)
     bulk = ours["bulk_tokens_per_s"]
     if jobs:
-        yield from _of_jobs(cell, ours, table.get(UNPROTECTED), bounds["alone"])
+        yield from _of_jobs(cell, ours, table.get(UNPROTECTED), bounds["first_come"])
     else:
         if bounds["best_static"] is not None:
             ratio = STATIC_RATIO_TIGHT if tight else STATIC_RATIO
@@ -75,15 +74,20 @@ def _of_cell(cell: str, table: Mapping[str, Row], bounds: Row) -> Iterator[Bar]:
                 cell, "J/token ÷ clairvoyant", _ratio(ours["joules_per_token"], against), ENERGY_RATIO, at_most=True
             )
     ordered = [table[name] for window in PRIORITY_WINDOWS if (name := f"engine_priority_{window}") in table]
-    served = [one["bulk_tokens_per_s"] for one in ordered if one["attainment"] >= needed]
+    reached = min(
+        needed, ours["attainment"]
+    )  # as of static windows: who misses the bar is not spared those who miss it by less
+    served = [one["bulk_tokens_per_s"] for one in ordered if one["attainment"] >= reached]
     if tight and served:
         yield Bar(cell, "bulk ÷ engine priority", _ratio(bulk, max(served)), PRIORITY_RATIO_TIGHT)
     if UNPROTECTED in table and table[UNPROTECTED]["preemptions"]:
         share = _ratio(ours["preemptions"], table[UNPROTECTED]["preemptions"])
         yield Bar(cell, "preemptions ÷ pass-through", share, PREEMPTION_SHARE, at_most=True)
-    rivals = [table[name]["goodput_rps"] for name in (UNPROTECTED, "aimd") if name in table]
-    if cell == "bursty" and rivals:
-        yield Bar(cell, "goodput ÷ FCFS or AIMD", _ratio(ours["goodput_rps"], max(rivals)), BURSTY_GOODPUT_RATIO)
+    if cell == "bursty":
+        # First come first served without bulk: beside 512 works of it hardly anybody is in time, and all are many times better.
+        rivals = (bounds["first_come"], table.get("aimd"))
+        best = None if None in rivals else max(one["goodput_rps"] for one in rivals if one is not None)
+        yield Bar(cell, "goodput ÷ FCFS or AIMD", _ratio(ours["goodput_rps"], best), BURSTY_GOODPUT_RATIO)
     if ours["jain"] is not None:
         yield Bar(cell, "Jain", ours["jain"], JAIN)
     if ours["window_oscillation"] is not None:
@@ -91,9 +95,9 @@ def _of_cell(cell: str, table: Mapping[str, Row], bounds: Row) -> Iterator[Bar]:
     yield Bar(cell, "decision p99 µs", ours["decision_p99_us"], DECISION_US, at_most=True)
 
 
-def _of_jobs(cell: str, ours: Row, unprotected: Row | None, alone: Row | None) -> Iterator[Bar]:
+def _of_jobs(cell: str, ours: Row, unprotected: Row | None, first_come: Row | None) -> Iterator[Bar]:
     """Of three finite jobs beside bursts."""
-    ratio = None if alone is None else _ratio(ours["ttft_p95_s"], alone["ttft_p95_s"])
+    ratio = None if first_come is None else _ratio(ours["ttft_p95_s"], first_come["ttft_p95_s"])
     yield Bar(cell, "TTFT p95 ÷ alone", ratio, JOBS_TTFT_RATIO, at_most=True)
     done = None if unprotected is None else _ratio(ours["bulk_completed"], unprotected["bulk_completed"])
     yield Bar(cell, "bulk items done ÷ unprotected", done, JOBS_BULK_RATIO)
@@ -101,6 +105,6 @@ def _of_jobs(cell: str, ours: Row, unprotected: Row | None, alone: Row | None) -
 
 
 def _ratio(value: float | None, against: float | None) -> float | None:
-    if value is None or against is None:
+    if value is None or against is None or against == math.inf:  # nothing is small beside what never came
         return None
     return value / against if against else math.inf

@@ -31,6 +31,7 @@ FIRST_WINDOWS = (10, 48)
 PRIORITY_WINDOWS = (64, 128, 512)
 PRODUCT = ("aimd", "gradient", "rules", "token_ledger")
 OURS = "token_ledger"
+UNPROTECTED = "pass_round_robin"
 
 Front = Callable[[Sequence[str], Mapping[str, int]], str]
 
@@ -62,7 +63,7 @@ def contender(name: str) -> Contender:
 def contenders() -> dict[str, Contender]:
     """All by name, in the order of a table; of the windows of bulk, those that the search begins with."""
     found = [
-        Contender("pass_round_robin", sizing=_windows(None, CLIENTS_IN_FLIGHT), front=RoundRobin),
+        Contender(UNPROTECTED, sizing=_windows(None, CLIENTS_IN_FLIGHT), front=RoundRobin),
         Contender("pass_least_outstanding", sizing=_windows(None, CLIENTS_IN_FLIGHT), front=lambda: least_outstanding),
         *(Contender(f"static_shared_{window}", sizing=_windows(window, window)) for window in SHARED_WINDOWS),
         *(contender(f"{SWEPT}{window}") for window in FIRST_WINDOWS),

@@ -32,12 +32,12 @@ INTRODUCTION = """# How good the scheduler is
 Replayed traffic against simulated engines: the same dispatcher, queue and policies as `headrace serve`, in virtual time.
 Commit `{commit}`, made in {seconds:,.0f} s by `{made_by}`; every figure follows from the rows that the same run writes.
 
-A contender first has to keep interactive requests inside their objective (the bar), and is then measured by the bulk
-that it serves. `static_*` are windows that an operator would have to guess; the best in hindsight is the one to beat.
-The clairvoyant knows lengths, arrivals and engines. The fluid bound knows no queues, and can be passed by whoever
-leaves long items lying or lets interactive work wait. Requests that never had a first token have an infinite one in the
-percentiles; recomputed are prompt tokens that the engine computed again after it had preempted, aborted those that an
-attempt had made that was given up.
+A contender first has to keep interactive requests inside their objective (the bar), and is then measured by the bulk that
+it serves. Attainment is of first tokens; gaps between tokens are told as TPOT, and bind the bounds alone. `static_*` are
+windows that an operator would have to guess; the best in hindsight is the one to beat. The clairvoyant knows lengths,
+arrivals and engines. The fluid bound knows no queues, and can be passed by whoever leaves long items lying or lets
+interactive work wait. Requests that never had a first token have an infinite one in the percentiles; recomputed are prompt
+tokens that the engine computed again after it had preempted, aborted those that an attempt had made that was given up.
 """
 PERTURBED = """# What the scheduler makes of a world that is not as it was told
 
@@ -127,6 +127,12 @@ def bounds_of(cell: str, document: Mapping[str, Any]) -> list[str]:
     if bounds["alone"] is not None:
         lines.insert(
             1, f"interactive alone, the hopeless refused: attainment {bounds['alone']['attainment']:.4f} measured"
+        )
+    if (first_come := bounds["first_come"]) is not None:
+        lines.insert(
+            1,
+            f"interactive alone, served as they come: attainment {first_come['attainment']:.4f}, "
+            f"TTFT p95 {first_come['ttft_p95_s']:.3f} s",
         )
     if clairvoyant is not None:
         lines.append(

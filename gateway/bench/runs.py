@@ -16,7 +16,7 @@ from pathlib import Path
 
 from backends.simulated.continuous import SchedulingPolicy
 from backends.simulated.profiles import EngineOptions
-from gateway.bench.baselines import OURS, Contender, contender
+from gateway.bench.baselines import OURS, UNPROTECTED, Contender, contender
 from gateway.bench.bounds import bar, ceiling
 from gateway.bench.cells import BULK, Cell, load_cells
 from gateway.bench.clairvoyant import BURST_PARTS, Clairvoyant
@@ -32,7 +32,11 @@ from policies.document import parse
 
 CLAIRVOYANT = "clairvoyant"
 ALONE = "interactive_alone"
-BOUNDS = (CLAIRVOYANT, ALONE)
+"""Without bulk, and those refused that would be late: what of the ceiling can be had."""
+FIRST_COME = "interactive_first_come"
+"""Without bulk, and everybody served as he comes: what an engine without any gateway does for its users."""
+FORESEEN = (CLAIRVOYANT, ALONE)
+BOUNDS = (*FORESEEN, FIRST_COME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class Task:
     def fingerprint(self) -> str:
         """Of everything that its figures depend on."""
         name = self.contender
-        return fingerprint(cell_of(self), ours=name == OURS, bound=name in BOUNDS)
+        return fingerprint(cell_of(self), ours=name == OURS, bound=name in FORESEEN)
 
     @property
     def done(self) -> dict[str, float | None] | None:
@@ -72,7 +76,7 @@ class Task:
     def twin(self) -> Task | None:
         """The run that comes to the same: before one engine all balancers are alike."""
         alike = self.contender == "pass_least_outstanding" and len(cell_of(self).profiles) == 1
-        return replace(self, contender="pass_round_robin") if alike else None
+        return replace(self, contender=UNPROTECTED) if alike else None
 
 
 def cell_of(task: Task) -> Cell:
@@ -140,14 +144,15 @@ def plan_of(
     cell: Cell, name: str, seed: int, perturb: str = "", burst_part: float = BURST_PARTS[0]
 ) -> tuple[Plan, list[Row], float]:
     """The replay of a run, the rows of what was refused before it, and its length in seconds."""
-    one = Contender(CLAIRVOYANT) if name in BOUNDS else contender(name)
+    one = Contender(CLAIRVOYANT) if name in FORESEEN else contender(UNPROTECTED if name == FIRST_COME else name)
+    without_bulk = name in {ALONE, FIRST_COME}
     options = EngineOptions(scheduling_policy=one.engine_order)
     work = cell.workload(seed)
     plan = Plan(
         engines=cell.engines_of_pool(options),
         policy=parse(cell.policy_text(one.document), "bench"),
         requests=work.requests,
-        backlog=None if name == ALONE else work.backlog,
+        backlog=None if without_bulk else work.backlog,
         duration_s=work.duration_s,
         seed=seed,
         sizing=one.sizing,
@@ -158,10 +163,10 @@ def plan_of(
         perturbed = PERTURBATIONS[perturb](Perturbed(plan, cell))
         plan = perturbed.plan
     lost: list[Row] = []
-    if name == ALONE:
+    if without_bulk:
         requests = tuple(one for one in plan.requests if one.class_name != BULK)
         plan = replace(plan, requests=requests)
-    if name in BOUNDS:
+    if name in FORESEEN:
         plan = replace(plan, estimate_error=0.0)  # who knows everything need not estimate
         plan, lost = _foreseen(cell, plan, burst_part, for_bulk=name != ALONE and not perturb)
     return plan, lost, work.duration_s

@@ -23,7 +23,7 @@ from gateway.bench.baselines import CLIENTS_IN_FLIGHT, OURS, SWEPT, contenders
 from gateway.bench.bounds import bar, ceiling, fluid_tokens_per_s
 from gateway.bench.cells import BULK, Cell, Workload, load_cells
 from gateway.bench.perturbations import POOL_ONLY
-from gateway.bench.runs import ALONE, BOUNDS, CLAIRVOYANT, Task, copy, perform
+from gateway.bench.runs import ALONE, BOUNDS, CLAIRVOYANT, FIRST_COME, Task, copy, perform
 
 STATIC = ("static_shared_", SWEPT)
 COARSE = 16
@@ -168,6 +168,7 @@ def _bounds(cell: Cell, means: Mapping[str, Averages], seeds: Sequence[int], *, 
             "best_static": None,
             "attainment_ceiling": None,
             "alone": None,
+            "first_come": None,
         }
     works = [cell.workload(seed) for seed in seeds or cell.seeds[:1]]
     reachable = sum(_ceiling(cell, work) for work in works) / len(works)
@@ -199,6 +200,7 @@ def _bounds(cell: Cell, means: Mapping[str, Averages], seeds: Sequence[int], *, 
         "best_static": best,
         "attainment_ceiling": reachable,
         "alone": means.get(ALONE),
+        "first_come": means.get(FIRST_COME),
     }
 
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"bench: --data {data}: {error.strerror}; it must hold cells.json and traces/") from None
     except KeyError as error:
         raise SettingsError(f"bench: --cell {error.args[0]}: no such cell; cells.json names them") from None
-    document = _measured(args, cells, data)
+    document, failed = _measured(args, cells, data)
     made_by = " ".join(["headrace bench scheduling", *_flags(args)])
     if args.report is not None:
         write = write_perturbed if args.perturb else write_report
@@ -73,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
     lacking = missing(cells, document, perturbs=_perturbs(args))
     if lacking:
         sys.stderr.write(f"bench: missing: {', '.join(lacking)}\n")
-    return 1 if lacking else 0
+    return 1 if lacking or failed else 0
 
 
-def _measured(args: argparse.Namespace, cells: list[Cell], data: Path) -> dict[str, Any]:
-    """Make the runs; the document of their figures."""
+def _measured(args: argparse.Namespace, cells: list[Cell], data: Path) -> tuple[dict[str, Any], int]:
+    """Make the runs; the document of their figures, and how many failed: a mean without them, or a search, is not whole."""
     tasks = [
         task
         for perturb in _perturbs(args) or [""]
@@ -94,7 +94,7 @@ def _measured(args: argparse.Namespace, cells: list[Cell], data: Path) -> dict[s
             tasks = [] if args.perturb or lost else searched(cells, found)
     for task, why in failed.items():
         sys.stderr.write(f"bench: {task.stem} failed: {why}\n")
-    return summarise(cells, found, out=args.out, seconds=seconds())
+    return summarise(cells, found, out=args.out, seconds=seconds()), len(failed)
 
 
 def _finite(value: Any) -> Any:

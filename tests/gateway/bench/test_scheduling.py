@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from backends.simulated.profiles import load_profile
 from gateway.bench import fingerprint as fingerprint_module
+from gateway.bench import scheduling_command
 from gateway.bench.bars import bars_of
 from gateway.bench.baselines import (
     CLIENTS_IN_FLIGHT,
@@ -28,10 +30,11 @@ from gateway.bench.cells import BULK, INTERACTIVE, Cell, load_cells, shipped_dat
 from gateway.bench.foresight import foresee
 from gateway.bench.perturbations import PERTURBATIONS, Perturbed
 from gateway.bench.report import bars_table, write_perturbed, write_report
-from gateway.bench.runs import ALONE, CLAIRVOYANT, Task, perform, plan_of, play
+from gateway.bench.runs import ALONE, CLAIRVOYANT, FIRST_COME, Task, perform, plan_of, play
 from gateway.bench.scheduling import best_static, missing, run_all, searched, summarise, tasks_of
 from gateway.cli import main
 from gateway.replay.alone import alone
+from gateway.replay.figures import Figures
 from gateway.replay.rows import read_rows
 from gateway.replay.trace import Request
 from policies.document import parse
@@ -318,6 +321,27 @@ def test_alone_interactive_requests_come_near_the_ceiling() -> None:
     assert found.attainment == pytest.approx(ceiling(requests, cell.profiles, cell.objective_s), abs=0.05)
 
 
+def test_as_they_come_everybody_is_served_also_where_the_ceiling_gives_some_up() -> None:
+    cell = small("bursty", seconds=240)
+
+    _, found = play(cell, FIRST_COME, 1)
+
+    assert found.shed == 0
+    assert found.ttft_p99_s is not None
+    assert found.ttft_p99_s < math.inf
+    assert found.bulk_tokens_per_s == 0
+    assert (found.attainment or 0.0) < ceiling(cell.workload(1).requests, cell.profiles, cell.objective_s)
+
+
+def test_the_measure_of_three_jobs_is_their_people_alone_and_nobody_refused() -> None:
+    cell = CELLS["llm-d"]
+
+    plan, lost, _ = plan_of(cell, FIRST_COME, 1)
+
+    assert not lost
+    assert plan.requests == tuple(one for one in cell.workload(1).requests if one.class_name == INTERACTIVE)
+
+
 def test_each_engine_of_a_pool_gets_a_part_of_the_urgent_requests_and_none_while_it_is_away() -> None:
     cell = CELLS["pool"]
     plan, _, _ = plan_of(cell, "static_bulk_8", 1)
@@ -554,11 +578,13 @@ def result(**ours: Any) -> dict[str, Any]:
         "best_static": {"bulk_tokens_per_s": 80.0},
         "clairvoyant": {"bulk_tokens_per_s": 104.0, "joules_per_token": 1.0},
         "fluid_bulk_tokens_per_s": 110.0,
-        "alone": {"ttft_p95_s": 0.1},
+        "alone": {"ttft_p95_s": math.inf},
+        "first_come": {"ttft_p95_s": 0.1, "goodput_rps": 2.0},
     }
     table = {
         "token_ledger": {**figures, **ours},
-        "pass_round_robin": {**figures, "preemptions": 100, "goodput_rps": 2.0, "bulk_completed": 100},
+        "pass_round_robin": {**figures, "preemptions": 100, "goodput_rps": 0.1, "bulk_completed": 100},
+        "aimd": {**figures, "goodput_rps": 1.0},
         "engine_priority_64": {**figures, "attainment": 0.99, "bulk_tokens_per_s": 60.0},
         "engine_priority_128": {**figures, "attainment": 0.5, "bulk_tokens_per_s": 900.0},
     }
@@ -576,6 +602,7 @@ def result(**ours: Any) -> dict[str, Any]:
         ({}, "bulk ÷ clairvoyant", 100 / 104, True),
         ({}, "bulk ÷ fluid bound", 100 / 110, True),
         ({}, "bulk ÷ engine priority", 100 / 60, True),
+        ({"attainment": 0.4}, "bulk ÷ engine priority", 100 / 900, False),
         ({"preemptions": 2}, "preemptions ÷ pass-through", 0.02, False),
         ({"cell": "bursty"}, "goodput ÷ FCFS or AIMD", 1.5, True),
         ({"jain": 0.94}, "Jain", 0.94, False),
@@ -603,6 +630,35 @@ def test_a_bar_without_its_figure_is_missed() -> None:
     assert found["bulk ÷ clairvoyant"].value is None
     assert not found["bulk ÷ clairvoyant"].held
     assert ("kv-tight", "bulk ÷ clairvoyant", "-", "≥ 0.950", "MISSED") in bars_table(document)
+
+
+def test_a_bar_against_what_never_came_is_missed() -> None:
+    document = result(cell="llm-d")
+    document["bounds"]["llm-d"]["first_come"]["ttft_p95_s"] = math.inf
+
+    found = {one.name: one for one in bars_of(document)}
+
+    assert not found["TTFT p95 ÷ alone"].held
+
+
+def test_a_run_that_failed_fails_the_command_though_others_of_its_kind_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mean over two seeds of three, or a search that ended early, looks whole."""
+    made = {one.name: 1.0 for one in fields(Figures)}
+
+    def run_some(tasks: Sequence[Task], **_: object) -> tuple[dict[Task, Mapping[str, float | None]], dict[Task, str]]:
+        bad = next(one for one in tasks if one.contender == "token_ledger" and one.seed == 2)
+        return {one: made for one in tasks if one != bad}, {bad: "ValueError: no"}
+
+    monkeypatch.setattr(scheduling_command, "run_all", run_some)
+
+    code = main(["bench", "scheduling", "--cell", "kv-tight", "--out", str(tmp_path)])
+
+    told = capsys.readouterr().err
+    assert code == 1
+    assert "kv-tight.token_ledger.2 failed: ValueError: no" in told
+    assert "missing" not in told
 
 
 @pytest.mark.parametrize(
