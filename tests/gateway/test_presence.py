@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.clock import PoolClock
-from gateway.control.presence import LEADER_VALID_S, Presence
+from gateway.control.presence import LEADER_VALID_S, SESSION_VALID_S, Presence
 from gateway.dispatch.owner import Owner
 from gateway.queue.base import QueueUnavailable, Session, SessionReport
 from gateway.queue.memory_queue import MemoryQueue
@@ -33,7 +33,14 @@ class Store(MemoryQueue):
         return await super().renew_session(session, **named)
 
 
-def presence_in(store: Store, name: str = "me", *, sole: bool = False, led: list[str] | None = None) -> Presence:
+def presence_in(
+    store: Store,
+    name: str = "me",
+    *,
+    sole: bool = False,
+    led: list[str] | None = None,
+    registered: list[str] | None = None,
+) -> Presence:
     clock = PoolClock(lambda: store.now_s, offset_s=0.0)
     return Presence(
         store,
@@ -44,7 +51,7 @@ def presence_in(store: Store, name: str = "me", *, sole: bool = False, led: list
         rng=random.Random(1),
         report=SessionReport,
         on_renewed=lambda _renewed, _sent_s, _now_ms: None,
-        on_registered=lambda: None,
+        on_registered=lambda: None if registered is None else registered.append(name),
         on_expired=lambda _expired: None,
         on_led=lambda: None if led is None else led.append(name),
     )
@@ -97,6 +104,23 @@ async def test_whoever_begins_to_lead_is_told_so_once_and_not_before_it_may_deci
 
     assert one.leads
     assert led == ["me"]
+
+
+async def test_a_session_that_the_store_has_lost_is_registered_anew_and_its_owner_is_told() -> None:
+    store, registered = Store(), list[str]()
+    presence = presence_in(store, registered=registered)
+    await presence.beat()
+    first = presence.session
+    told_of_the_first = list(registered)
+    await store.expire_sessions(now_ms=int((store.now_s + 2 * SESSION_VALID_S) * 1000))
+
+    await presence.beat()
+    await presence.beat()
+
+    assert told_of_the_first == []
+    assert registered == ["me"]
+    assert presence.session == Session("me", first.epoch + 1)
+    assert presence.connected
 
 
 async def test_an_outage_counts_once_however_long_it_lasts() -> None:

@@ -188,6 +188,18 @@ COVERED = (
     ),
     Covered(
         Mutant(
+            "a lost session is taken for a live one",
+            PRESENCE + "_renew_session",
+            "self._on_registered()",
+            "pass",
+            None,
+            0,
+            "stopped_owner",
+        ),
+        "What waits is written again because the session's number is another; totals and numbers of grants go on from where they were.",
+    ),
+    Covered(
+        Mutant(
             "totals of a lost session are kept",
             CREDIT + "lost",
             "self.started.clear()",

@@ -200,6 +200,15 @@ LEADER_MUTANTS = (
         2,
     ),
     Mutant(
+        "an attempt that its owner tells to run is granted",
+        DISPATCHER + "_round",
+        "not self._steward.runs(work.id, work.attempt + 1)",
+        "True",
+        Invariant.CLEAN,
+        0,
+        "share_told_twice",
+    ),
+    Mutant(
         "a work is started on a share while its claim is on the way",
         DISPATCHER + "start_on_share",
         "self._ledger.engine_of(work.id, attempt) is not None",

@@ -70,15 +70,6 @@ PROCESS_MUTANTS = (
         "late_lead",
     ),
     Mutant(
-        "a lost session is taken for a live one",
-        PRESENCE + "_renew_session",
-        "self._on_registered()",
-        "pass",
-        Invariant.NOT_FORGOTTEN,
-        0,
-        "stopped_owner",
-    ),
-    Mutant(
         "what a flush has lost is not written again",
         OWNER + "_rewrite",
         "rebuild or (self._presence.leads and len(old) > self._dispatcher.depth_seen)",

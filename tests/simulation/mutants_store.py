@@ -96,7 +96,8 @@ STORE_MUTANTS = (
         "self._depths[encoded(work.class_name)] >= bound",
         "False",
         Invariant.QUEUE_BOUND,
-        2,
+        0,
+        "refused_and_late",
     ),
     Mutant(
         "a session that was swept comes back",
@@ -121,8 +122,9 @@ STORE_MUTANTS = (
         STORE + "_fenced",
         "epoch < self._record.epoch",
         "False",
-        Invariant.EPOCHS_GROW,
+        Invariant.ONE_EPOCH_EACH,
         0,
+        "own_late_leads",
     ),
     Mutant(
         "credit is written for sessions that are not there",

@@ -304,6 +304,19 @@ SCENES: Mapping[str, Plan] = {
         clients=[_clients(2, 0.2, 70, MIDDLE, every_s=0.5), _clients(1, 3.0, 40, MIDDLE, every_s=0.8)],
         faults=[_cut(2, 4.0, 30.0)],
     ),
+    # What a process has started on its share waits in the store still; it tells so while another begins to lead, and once more.
+    "share_told_twice": _plan(
+        12.0,
+        gateways=3,
+        window=6,
+        clients=[_clients(3, 0.5, 3, LONG), _clients(2, 0.6, 2, MIDDLE), _clients(2, 0.8, 5, LONG)],
+        faults=[_cut(2, 2.0, 3.0), _on(FaultKind.GATEWAY_DRAIN, 1, 4.0, 6.0)],
+        calls=[
+            CallFault(2, Call.LEAD, 3.5, 6.0, lost=True),
+            CallFault(2, Call.RENEW, 4.9, 2.5, unheard=True),
+            CallFault(2, Call.TAKE, 4.9, 3.5, lost=True),
+        ],
+    ),
     # A leader that cannot renew its session has given its places away.
     "leader_without_renewals": _plan(
         12.0,
