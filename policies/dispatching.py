@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from policies.estimators.prefix_caches import PrefixCaches
 from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, pressed, urgent
-from policies.placement import Candidate, Chosen, choose, eligible
+from policies.placement import Candidate, Chosen, choose, eligible, longest
 from policies.schema import Policy
 from policies.sizing import SizingPolicy, least
 from policies.vocabulary import Action, Decision, DispatchBatch, EngineState, EngineView, Verdict, Work
@@ -201,7 +201,7 @@ class _Round:
         self._sizing, self._policy, self._now_s, self._draw, self._tenants = sizing, policy, now_s, draw, tenants
         self._caches = caches
         self._grants = tenants.grants()
-        self._by_kind: dict[Kind, tuple[list[Candidate], bool]] = {}
+        self._by_kind: dict[Kind, _Able] = {}
         self._in_flight: dict[str, dict[str, float]] = {}
         self._refused: dict[tuple[Kind, str], _Refused] = {}
         self._closed: set[Kind] = set()
@@ -223,12 +223,21 @@ class _Round:
         if _capped(work, self._policy, in_flight):
             return False
         spread = _spread(work, self._policy)
-        able, all_up = self._eligible(kind, work)
-        chosen = choose(work, able, self._sizing, self._now_s, spread=spread, draw=self._draw, caches=self._caches)
+        able = self._eligible(kind, work)
+        chosen = choose(
+            work,
+            able.not_full,
+            self._sizing,
+            self._now_s,
+            spread=spread,
+            draw=self._draw,
+            caches=self._caches,
+            longest_context=able.longest_context,
+        )
         if chosen is None:
-            if refused is None and not self._least_fits(work, able):
+            if refused is None and not self._least_fits(work, able.not_full):
                 self._closed.add(kind)
-                if not late and all_up:
+                if not late and able.all_up:
                     self.full.add(work.class_name)
             self._refused[kind, work.tenant] = _Refused.after(refused, work)
             return False
@@ -293,15 +302,23 @@ class _Round:
         least = replace(work, tenant="", prompt_tokens=0, max_tokens=1, sequences=1)
         return any(self._sizing.admit(least, one.view, self._now_s).admitted for one in able)
 
-    def _eligible(self, kind: Kind, work: Work) -> tuple[list[Candidate], bool]:
-        """(the engines that may run the kind and are not known to be full, whether the kind may run on all that are up)."""
+    def _eligible(self, kind: Kind, work: Work) -> _Able:
         found = self._by_kind.get(kind)
         if found is None:
             able = [candidate for candidate in self._candidates if eligible(work, candidate.view)]
             full = self._refusals.get(work.class_name, {})
-            open_ones = [candidate for candidate in able if candidate.view.name not in full]
-            found = self._by_kind[kind] = open_ones, len(able) == self._up
+            not_full = [candidate for candidate in able if candidate.view.name not in full]
+            found = self._by_kind[kind] = _Able(not_full, longest(able), len(able) == self._up)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Able:
+    """The engines that may run a kind of work. not_full: those that are not known to be full; all_up: they are all that are up."""
+
+    not_full: list[Candidate]
+    longest_context: float
+    all_up: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def eligible(work: Work, engine: EngineView) -> bool:
 def suited(work: Work, engines: Iterable[EngineView]) -> list[EngineView]:
     """The eligible engines whose context is long enough for the work, or as long as any's."""
     able = [engine for engine in engines if eligible(work, engine)]
-    wanted = _wanted_context(work, map(_context, able))
+    wanted = _wanted_context(work, max(map(_context, able), default=math.inf))
     return [engine for engine in able if _context(engine) >= wanted]
 
 
@@ -127,6 +127,7 @@ def choose(
     spread: bool,
     draw: float,
     caches: PrefixCaches | None = None,
+    longest_context: float | None = None,
 ) -> Chosen | None:
     """The candidate for a work with the sizing policy's verdict on it; None when none has room.
 
@@ -134,10 +135,11 @@ def choose(
     spread       True for a class with a TTFT objective: early enough, then least loaded; else the busiest, spot capacity first
     draw         uniform in [0, 1); picks among the nearly best
     caches       what was sent where; None: nothing was
+    longest_context   of all eligible engines, where some are left out for being full; None: none is
     """
-    wanted = -math.inf
-    if len(candidates) > 1:
-        wanted = _wanted_context(work, [candidate.context for candidate in candidates])
+    if longest_context is None:
+        longest_context = longest(candidates)
+    wanted = _wanted_context(work, longest_context)
     able = [
         (candidate, caches.tokens(candidate.view.name, work) if caches is not None and work.prefix else 0)
         for candidate in candidates
@@ -202,10 +204,15 @@ def _objective_s(work: Work) -> float:
     return 1.0 if work.deadline_s is None else max(LEAST_OBJECTIVE_S, work.deadline_s - work.accepted_s)
 
 
-def _wanted_context(work: Work, contexts: Iterable[float]) -> float:
+def longest(candidates: Iterable[Candidate]) -> float:
+    """The most tokens that a prompt and its answer may have on one of them."""
+    return max((one.context for one in candidates), default=math.inf)
+
+
+def _wanted_context(work: Work, longest_context: float) -> float:
     """What the work needs, or the most that there is: whoever is too long for all hears it from an engine."""
     prompt_tokens = LENGTH_DOUBT * work.prompt_tokens / work.sequences
-    return min(prompt_tokens + (work.max_tokens or 0), max(contexts, default=math.inf))
+    return min(prompt_tokens + (work.max_tokens or 0), longest_context)
 
 
 def _context(view: EngineView) -> float:

@@ -421,6 +421,18 @@ def test_an_engine_that_is_full_for_the_least_work_is_not_asked_again_in_a_round
     assert sizing.asked - before <= len(placements) + 2
 
 
+@pytest.mark.parametrize("prompt_tokens", [1000, 8000])
+def test_a_long_work_waits_for_the_engine_that_it_fits_into_also_when_that_one_is_full(prompt_tokens: int) -> None:
+    """A short context is no better for a long one's being full: the work would be refused there."""
+    views = [engine("e0", max_model_len=fresh(4096)), engine("e1", {"chat": 4}, max_model_len=fresh(32_768))]
+    full = look_for_room(["chat"], views, SIZING, NOW_S)
+
+    placements, _ = plan_batches([work("w", prompt_tokens=prompt_tokens)], views, SIZING, POLICY, NOW_S, 0.0, full=full)
+
+    assert set(full.refusals["chat"]) == {"e1"}
+    assert [one.engine for one in placements] == (["e0"] if prompt_tokens < 4096 else [])
+
+
 def test_a_late_work_that_finds_no_room_leaves_it_to_those_in_time() -> None:
     class NoRoomForLate(Tokens):
         def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
