@@ -270,27 +270,34 @@ class Owner:
     async def _write(self, work: Work, max_queue: Mapping[str, int]) -> None:
         """One try to have the work wait in the store: back at its place there after an attempt, or as a new one."""
         known = work.id in self._entries
+        losses = self._losses()
         if known and work.attempt:
             (back,) = await self._queue.requeue_many(
                 [work], session=self._presence.session, now_ms=self._presence.now_ms()
             )
             if back:
+                self._check_kept(work, losses)
                 return
         if not known and len(self._settle) >= SETTLE_MAX:
             raise QueueUnavailable(f"queue store is to be told of {SETTLE_MAX} ended works first: it takes no new ones")
         self._entries[work.id] = work.attempt
         losses = self._losses()
         answer = await self._batcher.enqueue(work, max_queue=max_queue)
-        if answer is Enqueued.QUEUED and losses != self._losses():
-            raise QueueUnavailable(
-                f"work {work.id}: the queue store may have lost it since it took it; it is written again"
-            )
+        if answer is Enqueued.QUEUED:
+            self._check_kept(work, losses)
         if answer is not Enqueued.QUEUED and not known:
             del self._entries[work.id]  # else it is settled: an earlier call may arrive late and find room
         if answer is Enqueued.FULL:
             raise QueueFull(work.class_name)
         if answer is Enqueued.TAKEN:
             raise QueueUnavailable(f"work {work.id}: another session holds it; it will be swept, try again")
+
+    def _check_kept(self, work: Work, losses: tuple[int, int]) -> None:
+        """A work is in the store, by an answer to what was asked at `losses`. Raises QueueUnavailable where it may be gone again."""
+        if losses != self._losses():
+            raise QueueUnavailable(
+                f"work {work.id}: the queue store may have lost it since it took it; it is written again"
+            )
 
     def _forget(self, work_id: str) -> None:
         attempt = self._entries.pop(work_id, None)

@@ -25,7 +25,7 @@ START_S = 1000.0
 
 
 class Store(MemoryQueue):
-    """A store without bells that may be away (refused at once), silent (a time-out later), or slow to answer enqueues."""
+    """A store without bells that may be away (refused at once), silent (a time-out later), or slow to tell that a work is in."""
 
     def __init__(self) -> None:
         super().__init__(lambda: int((START_S + asyncio.get_running_loop().time()) * 1000))
@@ -56,7 +56,9 @@ class Store(MemoryQueue):
 
     async def requeue_many(self, works: Sequence[Work], **named: Any) -> list[bool]:
         await self._pass()
-        return await super().requeue_many(works, **named)
+        answers = await super().requeue_many(works, **named)
+        await asyncio.sleep(self.answers_after_s)
+        return answers
 
     async def settle_many(self, ids: Sequence[tuple[str, int]], *, session: Session, now_ms: int) -> list[Settled]:
         await self._pass()
@@ -234,6 +236,28 @@ def test_a_work_that_the_store_forgets_before_its_owner_hears_that_it_took_it_is
             waits = set(process.store._works)
             await leave(tasks)
 
+        assert waits == {"w"}
+
+    run(main())
+
+
+def test_a_work_that_the_store_forgets_before_its_owner_hears_that_it_is_back_is_written_again() -> None:
+    async def main() -> None:
+        process = Process(Store())
+        async with process.running():
+            process.owner._entries["w"] = 1
+            await process.batcher.enqueue(work("w"), max_queue=BOUNDS)
+            process.store.answers_after_s = 3.0
+            tasks = process.wait("w", attempt=1)
+            await asyncio.sleep(0.1)
+            was_back = "w" in process.store._works
+            process.store.forget()
+            process.store.answers_after_s = 0.0
+            await asyncio.sleep(4.0)
+            waits = set(process.store._works)
+            await leave(tasks)
+
+        assert was_back
         assert waits == {"w"}
 
     run(main())
