@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.bench.bars import bars_of
+from gateway.bench.bars import bars_of, perturbed_held
 from gateway.bench.baselines import OURS
 from gateway.bench.bounds import bar
 from gateway.replay.chart import Bars, svg
@@ -15,6 +15,7 @@ PAGE = "scheduling.md"
 PERTURBED_PAGE = "perturbations.md"
 COLUMNS = (
     ("attainment", "attainment", "{:.4f}"),
+    ("worst_attainment", "worst seed", "{:.4f}"),
     ("goodput_rps", "goodput /s", "{:.2f}"),
     ("ttft_p50_s", "TTFT p50 s", "{:.3f}"),
     ("ttft_p99_s", "p99 s", "{:.3f}"),
@@ -62,20 +63,22 @@ def write_perturbed(folder: Path, document: Mapping[str, Any], *, made_by: str) 
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / PERTURBED_PAGE
     head = PERTURBED.format(commit=document["commit"], seconds=document["seconds"], made_by=made_by)
-    page.write_text(f"{head}\n{_markdown(perturbed_of(document))}", encoding="utf-8")
+    lines = perturbed_of(document)
+    held = sum(line[-1] == "held" for line in lines)
+    page.write_text(f"{head}\n{held} of {len(lines) - 1} held.\n\n{_markdown(lines)}", encoding="utf-8")
     return page
 
 
 def perturbed_of(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Ours beside the clairvoyant, a line for each perturbed cell."""
     lines: list[tuple[str, ...]] = [
-        ("cell", "perturbation", "attainment", "clairvoyant", "points", "bulk tok/s", "÷ clairvoyant")
+        ("cell", "perturbation", "attainment", "clairvoyant", "points", "bulk tok/s", "÷ clairvoyant", "")
     ]
     for title, table in document["cells"].items():
         cell, _, perturb = title.partition("+")
         ours, knowing = table.get(OURS), document["bounds"][title]["clairvoyant"]
         if ours is None or knowing is None:
-            lines.append((cell, perturb, *["-"] * 5))
+            lines.append((cell, perturb, *["-"] * 5, "MISSED"))
             continue
         met, bulk = ours["attainment"], ours["bulk_tokens_per_s"]
         lines.append(
@@ -87,6 +90,7 @@ def perturbed_of(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 f"{100 * (met - knowing['attainment']):+.1f}",
                 f"{bulk:,.0f}",
                 f"{bulk / knowing['bulk_tokens_per_s']:.2f}" if knowing["bulk_tokens_per_s"] else "-",
+                "held" if perturbed_held(met, knowing["attainment"]) else "MISSED",
             )
         )
     return lines

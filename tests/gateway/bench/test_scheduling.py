@@ -14,7 +14,7 @@ import pytest
 from backends.simulated.profiles import load_profile
 from gateway.bench import fingerprint as fingerprint_module
 from gateway.bench import scheduling_command
-from gateway.bench.bars import bars_of
+from gateway.bench.bars import bars_of, perturbed_held
 from gateway.bench.baselines import (
     CLIENTS_IN_FLIGHT,
     FIRST_WINDOWS,
@@ -478,7 +478,7 @@ def test_the_document_has_its_shape_and_the_report_follows_from_it(tmp_path: Pat
     assert bounds["attainment_ceiling"] == 1.0
     assert bounds["fluid_bulk_tokens_per_s"] > 0
     assert json.loads(json.dumps(document)) == document
-    assert "| static_bulk_4 | 1.0000 |" in page
+    assert "| static_bulk_4 | 1.0000 | 1.0000 |" in page
     assert (tmp_path / "report" / "scheduling-kv-tight.svg").read_text().startswith("<svg")
 
 
@@ -557,7 +557,8 @@ def test_a_perturbed_cell_is_told_beside_the_clairvoyant_under_the_same(tmp_path
     page = write_perturbed(tmp_path, document, made_by="headrace bench scheduling --perturb no_polls").read_text()
 
     assert list(document["cells"]) == ["kv-tight+no_polls", "pool+no_polls"]
-    assert "| kv-tight | no_polls | 0.9800 | 1.0000 | -2.0 | 90 | 1.00 |" in page
+    assert "| kv-tight | no_polls | 0.9800 | 1.0000 | -2.0 | 90 | 1.00 | MISSED |" in page
+    assert "0 of 2 held" in page
     assert missing([cell, pool], document, perturbs=["no_polls"]) == []
     assert missing([cell, pool], document, perturbs=["no_polls", "engine_killed"]) == [
         "pool+engine_killed.token_ledger",
@@ -577,6 +578,7 @@ def result(**ours: Any) -> dict[str, Any]:
         "attainment_ceiling": 1.0,
         "best_static": {"bulk_tokens_per_s": 80.0},
         "clairvoyant": {"bulk_tokens_per_s": 104.0, "joules_per_token": 1.0},
+        "clairvoyant_behind": False,
         "fluid_bulk_tokens_per_s": 110.0,
         "alone": {"ttft_p95_s": math.inf},
         "first_come": {"ttft_p95_s": 0.1, "goodput_rps": 2.0},
@@ -630,6 +632,18 @@ def test_a_bar_without_its_figure_is_missed() -> None:
     assert found["bulk ÷ clairvoyant"].value is None
     assert not found["bulk ÷ clairvoyant"].held
     assert ("kv-tight", "bulk ÷ clairvoyant", "-", "≥ 0.950", "MISSED") in bars_table(document)
+
+
+def test_a_bar_against_a_clairvoyant_that_is_behind_says_so() -> None:
+    document = result()
+    document["bounds"]["kv-tight"]["clairvoyant_behind"] = True
+
+    assert "bulk ÷ clairvoyant (behind: no bound)" in {one.name for one in bars_of(document)}
+
+
+@pytest.mark.parametrize(("attainment", "held"), [(0.97, True), (0.9699, False), (1.0, True)])
+def test_a_perturbed_cell_may_lose_a_point(attainment: float, *, held: bool) -> None:
+    assert perturbed_held(attainment, 0.98) is held
 
 
 def test_a_bar_against_what_never_came_is_missed() -> None:
