@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -172,18 +173,7 @@ def _bounds(cell: Cell, means: Mapping[str, Averages], seeds: Sequence[int], *, 
         }
     works = [cell.workload(seed) for seed in seeds or cell.seeds[:1]]
     reachable = sum(_ceiling(cell, work) for work in works) / len(works)
-    fluid = [
-        fluid_tokens_per_s(
-            cell.profiles,
-            [one for one in work.requests if one.class_name != BULK],
-            work.backlog.lengths
-            if work.backlog is not None
-            else [(one.prompt_tokens, one.output_tokens) for one in work.requests if one.class_name == BULK],
-            duration_s=work.duration_s,
-            tpot_sla_s=cell.tpot_sla_s,
-        )
-        for work in works
-    ]
+    fluid = [fluid_bound(cell, work) for work in works]
     best = best_static(means, reachable)
     clairvoyant = means.get(CLAIRVOYANT)
     ours = means.get(OURS)
@@ -202,6 +192,29 @@ def _bounds(cell: Cell, means: Mapping[str, Averages], seeds: Sequence[int], *, 
         "alone": means.get(ALONE),
         "first_come": means.get(FIRST_COME),
     }
+
+
+def fluid_bound(cell: Cell, work: Workload) -> float:
+    """Of a whole run, in bulk tokens per second: each stretch of it with the engines that are there."""
+    specs = cell.engines_of_pool()
+    interrupted_s = {spec.interrupted_at_s for spec in specs if spec.interrupted_at_s is not None}
+    gone_s = sorted(at_s for at_s in interrupted_s if 0 < at_s < work.duration_s)
+    lengths = (
+        [(one.prompt_tokens, one.output_tokens) for one in work.requests if one.class_name == BULK]
+        if work.backlog is None
+        else work.backlog.lengths
+    )
+    tokens = 0.0
+    for from_s, until_s in pairwise([0.0, *gone_s, work.duration_s]):
+        per_s = fluid_tokens_per_s(
+            [spec.profile for spec in specs if spec.interrupted_at_s is None or spec.interrupted_at_s > from_s],
+            [one for one in work.requests if one.class_name != BULK and from_s <= one.arrival_s < until_s],
+            lengths,
+            duration_s=until_s - from_s,
+            tpot_sla_s=cell.tpot_sla_s,
+        )
+        tokens += per_s * (until_s - from_s)
+    return tokens / work.duration_s
 
 
 def _ceiling(cell: Cell, work: Workload) -> float:

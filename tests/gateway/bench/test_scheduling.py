@@ -31,7 +31,7 @@ from gateway.bench.foresight import foresee
 from gateway.bench.perturbations import PERTURBATIONS, Perturbed
 from gateway.bench.report import bars_table, write_perturbed, write_report
 from gateway.bench.runs import ALONE, CLAIRVOYANT, FIRST_COME, Task, perform, plan_of, play
-from gateway.bench.scheduling import best_static, missing, run_all, searched, summarise, tasks_of
+from gateway.bench.scheduling import best_static, fluid_bound, missing, run_all, searched, summarise, tasks_of
 from gateway.cli import main
 from gateway.replay.alone import alone
 from gateway.replay.figures import Figures
@@ -220,6 +220,18 @@ def test_interactive_work_and_a_second_engine_move_the_fluid_bound() -> None:
 
     assert beside < alone
     assert pair == pytest.approx(beside + alone, rel=0.02)
+
+
+def test_an_engine_that_is_taken_away_is_in_the_fluid_bound_for_as_long_as_it_was_there() -> None:
+    cell = CELLS["pool"]
+    work = cell.workload(1)
+    assert work.backlog is not None
+    lengths = work.backlog.lengths[:1000]
+    work = replace(work, requests=(), backlog=replace(work.backlog, lengths=lengths))
+
+    each = [fluid_tokens_per_s([one], [], lengths, duration_s=600.0, tpot_sla_s=0.2) for one in cell.profiles]
+
+    assert fluid_bound(cell, work) == pytest.approx(each[0] + each[1] + each[2] * 400 / 600)
 
 
 def within(seconds: float) -> Callable[[Request], float]:
