@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -51,12 +52,13 @@ TIMEOUTS = Timeouts(
 )
 
 
-class TrialsApart:
-    """An engine's HTTP face, with a count of the trials under way: a gateway asks for a token of its own where works are stuck."""
+class WatchedFace:
+    """An engine's HTTP face, with a note of which requests it works on, by their ids. begun: where to note whose turn came."""
 
-    def __init__(self, face: Face) -> None:
+    def __init__(self, face: Face, begun: set[str]) -> None:
         self._face = face
-        self.under_way = 0
+        self._begun = begun
+        self.under_way: Counter[str] = Counter()
 
     def routes(self) -> list[web.RouteDef]:
         return self._face.routes()
@@ -66,12 +68,13 @@ class TrialsApart:
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        trial = request.headers.get("X-Request-Id") == TRIAL_ID
-        self.under_way += trial
+        request_id = request.headers.get("X-Request-Id", "")
+        self._begun.add(request_id)
+        self.under_way[request_id] += 1
         try:
             return await handler(request)
         finally:
-            self.under_way -= trial
+            self.under_way[request_id] -= 1
 
 
 class EngineHost:
@@ -93,14 +96,20 @@ class EngineHost:
             seed=number,
         )
         self._server: SimulatedServer | None = None
-        self._face: TrialsApart | None = None
+        self._face: WatchedFace | None = None
+        self._begun: set[str] = set()
 
     @property
     def running(self) -> int:
-        """Requests that the engine works on, trials apart."""
+        """Requests that the engine works on, trials apart: a gateway asks for a token of its own where works are stuck."""
         if self._server is None or self._face is None:
             return 0
-        return max(0, self._server.in_flight - self._face.under_way)
+        return max(0, self._server.in_flight - self._face.under_way[TRIAL_ID])
+
+    def has_ended(self, request_id: str) -> bool:
+        """It has worked on this request, and does so no more."""
+        here = self._server is not None and self._face is not None and self._face.under_way[request_id]
+        return request_id in self._begun and not here
 
     async def start(self) -> None:
         loop = self._world.loop
@@ -110,7 +119,7 @@ class EngineHost:
         build = server._build_face
 
         def watched(service: FacedService) -> Face:
-            self._face = TrialsApart(build(service))
+            self._face = WatchedFace(build(service), self._begun)
             return self._face
 
         server._build_face = watched

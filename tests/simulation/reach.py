@@ -5,18 +5,22 @@ window. One that is cut off for longer than its session is valid goes on with wh
 below a share that halves (docs/decisions, "What a cut-off process may run beside the window"). Such works are *excused*
 until they end, also after the process has come back: what the leader must keep free for them is the share, if it led
 already when contact was lost. A successor that never heard of the process keeps nothing.
+
+A process that is stopped does not notice that an engine has ended a work of it. That work runs nowhere, and the leader is told
+so by the engine, so it counts no more.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gateway.dispatch.credit import share_left
+from gateway.dispatch.relay import Relay
 from gateway.queue.base import Place, SessionReport
-from tests.simulation.hosts import WALL_OFFSET_S, GatewayHost
+from tests.simulation.hosts import WALL_OFFSET_S, EngineHost, GatewayHost
 from tests.simulation.invariants import Invariant, InvariantBroken
 from tests.simulation.store import WatchedStore
 
@@ -29,10 +33,12 @@ Attempt = tuple[str, int]
 
 @dataclass(slots=True)
 class _Process:
-    """One process as it was last seen. away_s: out of contact since; reign: of the leader that lost it."""
+    """One process as it was last seen. ended: at the engine, while it was stopped; away_s: out of contact since; reign: of the
+    leader that lost it."""
 
     running: dict[Attempt, Place] = field(default_factory=dict)
     excused: set[Attempt] = field(default_factory=set)
+    ended: set[Attempt] = field(default_factory=set)
     away_s: float | None = None
     reign: int = 0
     heard_s: float = 0.0
@@ -42,8 +48,9 @@ class _Process:
 class Reach:
     """See the module header. One per run; `count` looks at every process that is up."""
 
-    def __init__(self, store: WatchedStore) -> None:
+    def __init__(self, store: WatchedStore, engines: Mapping[str, EngineHost]) -> None:
         self._store = store
+        self._engines = engines
         self._processes: dict[str, _Process] = {}
         self._reign = 0
 
@@ -66,11 +73,23 @@ class Reach:
             if one.away_s is not None:
                 self._within_share(host, one, running, windows, now_s)
                 one.excused |= running.keys()
-            one.excused &= running.keys()
+            if host.host.frozen:
+                one.ended |= self._ended_unnoticed(host)
+            one.ended &= running.keys()
+            one.excused &= running.keys() - one.ended
             one.running = running
-            counted.update(place for attempt, place in running.items() if attempt not in one.excused)
+            counted.update(place for attempt, place in running.items() if attempt not in one.excused | one.ended)
             counted.update(self._kept_free(one, now_s))
         return dict(counted)
+
+    def _ended_unnoticed(self, host: GatewayHost) -> set[Attempt]:
+        return {
+            attempt
+            for engine, ledger in host.gateway.ledger
+            for attempt, entry in ledger.entries.items()
+            if isinstance(entry.progress, Relay)
+            and self._engines[engine].has_ended(entry.progress._exchange.request_id)
+        }
 
     def _follow(self, host: GatewayHost, one: _Process, now_s: float) -> None:
         until_s = self._store.present(host.presence.session) - WALL_OFFSET_S

@@ -145,7 +145,7 @@ class World:
         for call in plan.calls:
             if call.at_s < 0:
                 self.gateways[f"gateway-{call.gateway}"].spoil(call)
-        self._reach = Reach(self.store)
+        self._reach = Reach(self.store, self.engines)
         self._one_fault_at: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._windows: list[tuple[float, int, int]] = []
         self._apart_s: defaultdict[str, float] = defaultdict(float)
