@@ -444,10 +444,12 @@ class Policy:
 
     def finish_by_s(self, class_name: str, accepted_s: float, client_waits_s: float | None) -> float | None:
         """Pool time by which the whole answer is due: the class's deadline, or the client's end of patience where that is
-        sooner. None for a class with a TTFT objective, and where nobody says."""
+        sooner. None for a class with a TTFT objective, and for one without a deadline: a client that names a short time must
+        not overtake others by that alone."""
         one = self.class_policy(class_name)
-        bounds_s = [bound_s for bound_s in (one.deadline_s, client_waits_s) if bound_s is not None]
-        return None if one.has_ttft_objective or not bounds_s else accepted_s + min(bounds_s)
+        if one.has_ttft_objective or one.deadline_s is None:
+            return None
+        return accepted_s + (one.deadline_s if client_waits_s is None else min(one.deadline_s, client_waits_s))
 
     def any_overdue(self, works: Iterable[Work], now_s: float) -> bool:
         """Whether one of the works is `overdue`."""

@@ -116,4 +116,6 @@ def _of_jobs(cell: str, ours: Row, unprotected: Row | None, first_come: Row | No
 def _ratio(value: float | None, against: float | None) -> float | None:
     if value is None or against is None or against == math.inf:  # nothing is small beside what never came
         return None
-    return value / against if against else math.inf
+    if not against:
+        return math.inf if value else None
+    return value / against

@@ -129,9 +129,13 @@ class Cell:
     def _objective(self) -> str:
         of_class = self.raw["classes"][INTERACTIVE]
         if "ttft_slowdown" in of_class:
-            return f"ttft_slowdown: {float(of_class['ttft_slowdown'])!r}"
-        per_1k_tokens_s = float(self.raw.get("ttft_sla_per_1k_tokens_s", 0.0))
-        return f"ttft_sla_s: {float(of_class['ttft_sla_s'])!r}\n    ttft_sla_per_1k_tokens_s: {per_1k_tokens_s!r}"
+            fields = {"ttft_slowdown": of_class["ttft_slowdown"]}
+        else:
+            per_1k_tokens_s = self.raw.get("ttft_sla_per_1k_tokens_s", 0.0)
+            fields = {"ttft_sla_s": of_class["ttft_sla_s"], "ttft_sla_per_1k_tokens_s": per_1k_tokens_s}
+        if self.tpot_sla_s < math.inf:
+            fields["tpot_sla_s"] = self.tpot_sla_s
+        return "\n    ".join(f"{name}: {float(value)!r}" for name, value in fields.items())
 
     def policy_text(self, sizing: str) -> str:
         """The policy document that every contender runs under: the cell's objectives, and bulk whenever there is room.

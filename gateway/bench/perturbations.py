@@ -35,6 +35,14 @@ class Perturbed:
     def middle_s(self) -> float:
         return (self.plan.duration_s or LONGEST_S) / 2
 
+    def cut(self) -> Perturbed:
+        """The first LONGEST_S of it, where it is longer."""
+        plan = self.plan
+        if plan.duration_s is None or plan.duration_s <= LONGEST_S:
+            return self
+        requests = tuple(one for one in plan.requests if one.arrival_s < LONGEST_S)
+        return replace(self, plan=replace(plan, duration_s=LONGEST_S, requests=requests))
+
     def engines(self, change: Callable[[EngineSpec], EngineSpec]) -> Perturbed:
         return replace(self, plan=replace(self.plan, engines=tuple(map(change, self.plan.engines))))
 

@@ -34,7 +34,7 @@ Replayed traffic against simulated engines: the same dispatcher, queue and polic
 Commit `{commit}`, made in {seconds:,.0f} s by `{made_by}`; every figure follows from the rows that the same run writes.
 
 A contender first has to keep interactive requests inside their objective (the bar), and is then measured by the bulk that
-it serves. Attainment is of first tokens; gaps between tokens are told as TPOT, and bind the bounds alone. `static_*` are
+it serves. Attainment counts who has its first token in time and no longer gaps than the cell allows. `static_*` are
 windows that an operator would have to guess; the best in hindsight is the one to beat. The clairvoyant knows lengths,
 arrivals and engines. The fluid bound knows no queues, and can be passed by whoever leaves long items lying or lets
 interactive work wait. Requests that never had a first token have an infinite one in the percentiles; recomputed are prompt

@@ -160,8 +160,7 @@ def plan_of(
         engine_priority=one.engine_order is SchedulingPolicy.PRIORITY,
     )
     if perturb:
-        perturbed = PERTURBATIONS[perturb](Perturbed(plan, cell))
-        plan = perturbed.plan
+        plan = PERTURBATIONS[perturb](Perturbed(plan, cell).cut()).plan
     lost: list[Row] = []
     if without_bulk:
         requests = tuple(one for one in plan.requests if one.class_name != BULK)
@@ -169,7 +168,7 @@ def plan_of(
     if name in FORESEEN:
         plan = replace(plan, estimate_error=0.0)  # who knows everything need not estimate
         plan, lost = _foreseen(cell, plan, burst_part, for_bulk=name != ALONE and not perturb)
-    return plan, lost, work.duration_s
+    return plan, lost, plan.duration_s or work.duration_s
 
 
 def _foreseen(cell: Cell, plan: Plan, burst_part: float, *, for_bulk: bool) -> tuple[Plan, list[Row]]:

@@ -1,8 +1,8 @@
 """What the rows of a replay come to: attainment, goodput, first tokens, bulk, fairness, energy.
 
 Every figure can be computed again from the rows file and the policy, but for those of the engines (preemptions, energy)
-and of this machine (decision times). A request that was refused, failed or came late is a miss; attainment counts all
-requests of classes with a TTFT objective. One that never had a first token waited for ever: percentiles of TTFT that fall
+and of this machine (decision times). A request that was refused, failed or came late is a miss, and so is one with longer gaps
+between its tokens than its class may have; attainment counts all requests of classes with a TTFT objective. One that never had a first token waited for ever: percentiles of TTFT that fall
 among those are infinite. Tokens count as far as they were served within the run's duration, like energy.
 """
 
@@ -99,12 +99,13 @@ def figures(played: Played, policy: Policy, *, duration_s: float, alone: Alone |
 
 
 def met_objective(row: Row, policy: Policy, alone: Alone | None = None) -> bool:
-    """Completed, with its first token inside its class's objective."""
-    objective_s = policy.class_policy(row.class_name).ttft_objective_s(
-        row.prompt_tokens, None if alone is None else alone(row.prompt_tokens)
-    )
-    in_time = objective_s is not None and row.ttft_s is not None and row.ttft_s <= objective_s
-    return row.outcome == COMPLETED and in_time
+    """Completed, with its first token inside its class's objective, and the mean gap between its tokens where there is one."""
+    of_class = policy.class_policy(row.class_name)
+    objective_s = of_class.ttft_objective_s(row.prompt_tokens, None if alone is None else alone(row.prompt_tokens))
+    if row.outcome != COMPLETED or objective_s is None or row.ttft_s is None or row.ttft_s > objective_s:
+        return False
+    gap_s = tpot(row)
+    return of_class.tpot_sla_s is None or gap_s is None or gap_s <= of_class.tpot_sla_s
 
 
 def tpot(row: Row) -> float | None:

@@ -52,7 +52,7 @@ class Attempt:
     whole   its answer is not streamed: nothing of it is seen before its end, and until then it can begin anew
     """
 
-    __slots__ = ("_host", "on_end", "on_first_token", "on_recall", "sent_s", "sequence", "whole")
+    __slots__ = ("_host", "lost_tokens", "on_end", "on_first_token", "on_recall", "sent_s", "sequence", "whole")
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Attempt:
         self.on_first_token = on_first_token
         self.on_end = on_end
         self.on_recall: Callable[[], object] | None = None
+        self.lost_tokens = 0
 
     @property
     def recallable(self) -> bool:
@@ -81,9 +82,17 @@ class Attempt:
     def recall(self) -> None:
         """The gateway gives it up; whoever sent it is told at the loop's next turn."""
         if self.on_recall is not None:
+            self.lose()
             self._host.abort(self)
             self._host.call_soon(self.on_recall)
             self.on_recall = None
+
+    def lose(self) -> None:
+        """Note what its end throws away: of prompt and answer, what has been computed."""
+        self._host.catch_up()
+        sequence = self.sequence
+        made = sequence.prompt_tokens + sequence.generated_tokens if sequence.generated_tokens else 0
+        self.lost_tokens = max(sequence.kv_tokens, made)
 
     @property
     def output_tokens(self) -> int:
@@ -163,6 +172,8 @@ class EngineHost:
         self._past_energy_j += self.engine.totals.energy_j
         self.up = False
         lost, self._attempts = list(self._attempts.values()), {}
+        for attempt in lost:
+            attempt.lose()
         self._shown.clear()
         self._boot()
         for attempt in lost:

@@ -44,12 +44,13 @@ class Row:
 
     @property
     def served_tokens(self) -> int:
-        """Prompt and answer, as far as they were served."""
-        return self.prompt_tokens + self.output_tokens if self.first_token_s is not None else 0
+        """Prompt and answer, as far as they were served; an answer that broke off served nobody."""
+        broken = self.outcome not in {COMPLETED, UNFINISHED}
+        return self.prompt_tokens + self.output_tokens if self.first_token_s is not None and not broken else 0
 
     def served_by(self, at_s: float) -> float:
         """Of `served_tokens`, those of before then: the prompt with the first token, the answer evenly over its time."""
-        if self.first_token_s is None or self.first_token_s > at_s:
+        if self.first_token_s is None or self.first_token_s > at_s or not self.served_tokens:
             return 0.0
         if self.end_s <= at_s:
             return self.served_tokens

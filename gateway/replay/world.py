@@ -152,9 +152,9 @@ class Course:
     wasted_tokens: int = 0
 
     def waste(self) -> None:
-        """What the attempt has made so far is thrown away."""
-        if self.attempt is not None and self.first_token_s is not None:
-            self.wasted_tokens += self.request.prompt_tokens + self.attempt.sequence.generated_tokens
+        """What the attempt has made is thrown away: what it held when it was given up, or died."""
+        if self.attempt is not None:
+            self.wasted_tokens += self.attempt.lost_tokens
 
 
 class World:
@@ -435,11 +435,11 @@ class World:
         again = replace(
             course.work, attempt=course.work.attempt + 1, avoid=course.work.avoid | {grant.engine}, pinned_engine=None
         )
+        course.waste()
         told = attempt.sequence.generated_tokens > 0 and not attempt.whole
         if told or course.attempts >= MAX_ATTEMPTS or not self._somebody_serves(again):
             self._settle(course, Result.ENGINE_FAILED, "engine_died")
             return
-        course.waste()
         replica.owner.finished(course.work, grant, None)
         course.work, course.grant, course.attempt, course.first_token_s = again, None, None, None
         self._start_or_queue(course)

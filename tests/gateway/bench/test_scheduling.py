@@ -471,6 +471,16 @@ def test_a_perturbation_bends_the_world_and_the_run_still_ends(name: str) -> Non
 # -- the command
 
 
+def test_a_perturbed_run_is_of_ten_minutes_at_most() -> None:
+    cell = CELLS["bursty"]
+    whole, _, whole_s = plan_of(cell, "static_bulk_8", 1)
+    plan, _, duration_s = plan_of(cell, "static_bulk_8", 1, "no_polls")
+
+    assert (whole_s, duration_s, plan.duration_s) == (900.0, 600.0, 600.0)
+    assert plan.requests == tuple(one for one in whole.requests if one.arrival_s < 600.0)
+    assert plan.engines[0].silent_s == (300.0, 330.0)
+
+
 def test_the_document_has_its_shape_and_the_report_follows_from_it(tmp_path: Path) -> None:
     cell = small(seconds=20)
     names = ("static_bulk_4", "gradient", CLAIRVOYANT)

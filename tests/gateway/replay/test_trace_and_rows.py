@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.replay.chart import Bars, Line, Panel, svg
-from gateway.replay.figures import figures, jain, quantile
+from gateway.replay.figures import figures, jain, quantile, tpot
 from gateway.replay.rows import Row, read_rows, write_rows
 from gateway.replay.trace import Request, TraceError, read_lengths, read_trace, segment
 from gateway.replay.world import Played, Seen
@@ -123,10 +123,20 @@ def test_what_is_served_or_completed_after_the_duration_is_not_of_it() -> None:
 
     found = figures(Played(rows, energy_j=400.0, end_s=7.0), POLICY, duration_s=7.0)
 
-    assert found.bulk_tokens_per_s == pytest.approx((120 + 140 + 140) / 7)
+    assert found.bulk_tokens_per_s == pytest.approx((120 + 140) / 7), "an answer that broke off served nobody"
     assert (found.bulk_completed, found.failed) == (1, 1)
-    assert found.joules_per_token == pytest.approx(1.0)
-    assert found.jain == pytest.approx(400**2 / (3 * (120**2 + 280**2))), "c was never served"
+    assert found.joules_per_token == pytest.approx(400 / 260)
+    assert found.jain == pytest.approx(260**2 / (3 * (120**2 + 140**2))), "c was never served"
+
+
+def test_gaps_beyond_what_the_class_allows_are_a_miss() -> None:
+    gaps = parse("version: 1\nclasses: {chat: {ttft_sla_s: 1, tpot_sla_s: 0.09}, bulk: {}}\n", "test.yaml")
+    of_one = replace(CHAT, output_tokens=1)
+
+    found = [figures(Played([row], end_s=99.0), gaps, duration_s=99.0).attainment for row in (CHAT, of_one)]
+
+    assert tpot(CHAT) == pytest.approx(0.1)
+    assert found == [0.0, 1.0]
 
 
 def test_the_objective_grows_with_the_prompt() -> None:

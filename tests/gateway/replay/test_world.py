@@ -187,6 +187,17 @@ def test_answers_told_whole_show_nothing_before_their_end_and_can_be_given_up_un
     assert seen == {told}
 
 
+def test_what_an_engine_had_made_when_it_died_is_wasted() -> None:
+    dying = EngineSpec("e", H100, killed_at_s=2.0, down_s=1.0)
+    plan = Plan((dying,), policy(bulk=1), [], Backlog([(500, 400)]), duration_s=12.0, whole_bulk=True)
+
+    played = replay(plan, QUIET)
+
+    wasted = [row.wasted_tokens for row in played.rows if row.wasted_tokens]
+    assert len(wasted) == 1
+    assert 500 < wasted[0] < 900
+
+
 def test_estimates_of_prompts_may_be_off_and_the_engine_knows_better() -> None:
     plan = Plan(ENGINE, policy(), conversation(60), estimate_error=0.3)
     ratios: list[float] = []
