@@ -111,6 +111,15 @@ LEADER_MUTANTS = (
         "silent_with_works",
     ),
     Mutant(
+        "an attempt is taken to be on its engine since its grant",
+        "gateway.dispatch.ledger:EngineLedger.sent_by",
+        "one.taken_s <= by_s",
+        "one.granted_s <= by_s",
+        Invariant.INSIDE_WINDOW,
+        0,
+        "claims_heard_late_beside_a_stopped_one",
+    ),
+    Mutant(
         "a session is forgotten while its process may run on",
         STEWARD + "Steward.hear",
         "replaced or lost.silent_s(now_s) > RESERVED_S",

@@ -362,6 +362,21 @@ SCENES: Mapping[str, Plan] = {
             CallFault(1, Call.CLAIM, 1.0 + 1.5 * at, 1.4, times=1 + at % 3, late_s=0.6 + 0.3 * at) for at in range(6)
         ],
     ),
+    # A process with works is stopped, and claims are answered so late that works start long after their grants.
+    "claims_heard_late_beside_a_stopped_one": _plan(
+        14.0,
+        gateways=2,
+        window=6,
+        clients=[_clients(2, 0.5, 3, VERY_LONG), _clients(1, 1.0, 24, MIDDLE, every_s=0.2)],
+        faults=[_on(FaultKind.GATEWAY_FREEZE, 2, 3.0, 7.0)],
+        calls=[
+            *(
+                CallFault(1, Call.CLAIM, 4.6, 6.0, times=1, unheard=unheard, answer_late_s=0.35)
+                for unheard in (True, False) * 8
+            ),
+            CallFault(1, Call.TAKE, 4.6, 6.0, lost=True),
+        ],
+    ),
     # A leader's time runs out while its claims are on the way, and it may use its share.
     "claims_without_leading": _plan(
         12.0,
