@@ -65,6 +65,7 @@ class Steward:
         "_ledger",
         "_lost",
         "_others",
+        "_over",
         "_presence",
         "_queue",
         "_roster",
@@ -94,6 +95,7 @@ class Steward:
         self._clock = clock
         self._others: dict[Session, Other] = {}
         self._lost: dict[Session, Other] = {}
+        self._over: set[str] = set()
         self._typical: dict[str, float] = {}
         self._sightings = Sightings()
         self._elsewhere = Elsewhere(self._sightings.ended)
@@ -158,8 +160,11 @@ class Steward:
 
     async def hear(self) -> Hearing:
         """Read all reports and events, and bring the ledger up to them. Raises QueueUnavailable."""
+        self._over.clear()
         heard = await self._queue.hear(now_ms=self._presence.now_ms(), after_seq=self._heard_seq)
-        self._heard_seq, reports = heard.seq, heard.reports
+        # One that ended while the store was asked may be in its answer still: counted again, it would be kept for as lost.
+        reports = {session: report for session, report in heard.reports.items() if session.id not in self._over}
+        self._heard_seq = heard.seq
         now_s = self._clock.pool_s()
         hearing = Hearing()
         for session, events in heard.events.items():
@@ -220,6 +225,7 @@ class Steward:
     def ended(self, names: Iterable[str]) -> Hearing:
         """Sessions that are known to be over, not just silent: what they held is free at once."""
         over = set(names)
+        self._over |= over
         hearing = Hearing()
         held = hearing.handed_over
         for session in [one for one in {**self._others, **self._lost} if one.id in over]:

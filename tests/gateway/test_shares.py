@@ -195,6 +195,37 @@ def test_a_session_that_ends_while_its_credit_is_written_does_not_end_the_leader
     assert {session.id: other.told for session, other in pool.steward._others.items()} == {"b": True}
 
 
+class EndingSessions(MemoryQueue):
+    """A store in which a session ends after a leader's look at all of them, and before the leader has the answer."""
+
+    ends: Any = None
+
+    async def hear(self, *args: Any, **kwargs: Any) -> Any:
+        heard = await super().hear(*args, **kwargs)
+        if self.ends is not None:
+            ends, self.ends = self.ends, None
+            await self.end_session(ends.session)
+            ends.pool.steward.ended([ends.session.id])
+        return heard
+
+
+def test_a_process_that_is_over_is_not_counted_again_for_an_answer_from_before() -> None:
+    pool = Pool(["dead", "other"])
+    queue = pool.queue = pool.steward._queue = EndingSessions(lambda: int(pool.now_s * 1000))
+    dead, other = pool.holders
+    dead.running = 4
+    dead.renew()
+    other.renew()
+    pool.tick()
+
+    queue.ends = dead
+    pool.tick()
+    pool.tick()
+
+    assert dead.session not in {**pool.steward._others, **pool.steward._lost}
+    assert {session.id for session in pool.engine.ledger.sessions_elsewhere()} <= {"other"}
+
+
 def test_a_process_that_is_idle_in_a_busy_moment_has_a_floor_to_start_on_once_it_is_cut_off() -> None:
     pool = Pool(["busy", "idle"])
     pool.beat()
