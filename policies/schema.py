@@ -425,6 +425,12 @@ class Policy:
             return False
         return now_s - work.accepted_s >= PRESSING_FRACTION * one.max_age_s
 
+    @property
+    def relative(self) -> frozenset[str]:
+        """Classes that promise a slowdown: what can be had depends on who else is there, and there is no moment after which an
+        answer is late for good. Their works are served by deadline, and none is given up."""
+        return frozenset(name for name, one in self.classes.items() if one.ttft_slowdown is not None)
+
     def late(self, work: Work, now_s: float) -> bool:
         """True for a work whose first token is late already: it goes before nobody's any more, who can still be in time.
 
@@ -433,7 +439,8 @@ class Policy:
         """
         if work.deadline_s is None or now_s <= work.deadline_s:
             return False
-        return not self._patience_over(work, now_s)
+        relative = self.class_policy(work.class_name).ttft_slowdown is not None
+        return not relative and not self._patience_over(work, now_s)
 
     def late_for_long(self, work: Work, now_s: float) -> bool:
         """True for a late work that is urgent again."""

@@ -425,7 +425,7 @@ class Dispatcher:
             and (name not in full.shut or one.on_infeasible != "late" or by_memory(full.refusals[name].values()))
             for name, one in ((name, policy.class_policy(name)) for name in names)
         ):
-            outlook = Outlook(urgent(fresh, policy, self.tenants), views, self._pace, now_s)
+            outlook = Outlook(urgent(fresh, policy, self.tenants), views, self._pace, now_s, never=policy.relative)
             due = outlook.order(policy)
             if refused := self._refuse_infeasible(outlook, policy, now_s):
                 due = [work for work in due if work.id not in refused]

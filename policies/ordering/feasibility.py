@@ -14,7 +14,7 @@ others make late; `policies.ordering.shedding` says which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
@@ -39,17 +39,23 @@ class Triage:
 
 
 def triage(
-    works: Sequence[Work], per_token_s: Mapping[str, float], ahead_s: Mapping[str, float], now_s: float
+    works: Sequence[Work],
+    per_token_s: Mapping[str, float],
+    ahead_s: Mapping[str, float],
+    now_s: float,
+    *,
+    never: Container[str] = (),
 ) -> Triage:
     """Moore and Hodgson, O(n log n); O(n) where all can be in time.
 
     works         by deadline
     per_token_s   by model, seconds for each of `prefill_tokens`, the pool to itself; a work of another is taken to be in time
     ahead_s       by model, prefill time of what its pool has been given already
+    never         classes whose works are not given up
     """
     by_model: dict[str, list[Work]] = {}
     for work in works:
-        if work.deadline_s is not None:
+        if work.deadline_s is not None and work.class_name not in never:
             by_model.setdefault(work.model, []).append(work)
     given_up: set[str] = set()
     by_size: set[str] = set()
@@ -103,8 +109,17 @@ class Outlook:
 
     __slots__ = ("_now_s", "_per_token_s", "triage")
 
-    def __init__(self, due: Sequence[Work], engines: Sequence[EngineView], pace: Pace, now_s: float) -> None:
-        """due: by deadline. For each model its engines are one server of their joint speed."""
+    def __init__(
+        self,
+        due: Sequence[Work],
+        engines: Sequence[EngineView],
+        pace: Pace,
+        now_s: float,
+        *,
+        never: Container[str] = (),
+    ) -> None:
+        """due: by deadline; never: classes whose works are not given up. For each model its engines are one server of their
+        joint speed."""
         self._now_s = now_s
         per_s: dict[str, float] = {}
         pending: dict[str, float] = {}
@@ -117,7 +132,7 @@ class Outlook:
                     pending[model] = pending.get(model, 0.0) + ahead
         self._per_token_s = {model: 1 / rate for model, rate in per_s.items()}
         ahead_s = {model: pending[model] / rate for model, rate in per_s.items()}
-        self.triage = triage(due, self._per_token_s, ahead_s, now_s)
+        self.triage = triage(due, self._per_token_s, ahead_s, now_s, never=never)
 
     def order(self, policy: Policy) -> list[Work]:
         """All due works: those that can be in time, those that have been late for long enough, and the others."""

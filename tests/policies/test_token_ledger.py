@@ -409,7 +409,7 @@ def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], 
     here = replace(SCENE, **scene)  # type: ignore[arg-type]  # fields by name, from the table
     asked = Asked(500, 1, None, NOTHING[:4], NOTHING)
     ask: dict[Guard, Callable[[], object]] = {
-        Guard.TPOT: lambda: guards.gaps(here, asked, account.step),
+        Guard.TPOT: lambda: guards.gaps(here, asked, account.step, patient=True),
         Guard.KNEE: lambda: guards.knee(here, asked, account.step, fields),
         Guard.STALL: lambda: guards.stall(here, asked, account.step, fields),
         Guard.TTFT: lambda: guards.first_token(here, asked, account.step, fields),

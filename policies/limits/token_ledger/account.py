@@ -36,6 +36,8 @@ SPLIT_SHARE = 0.3
 in meanwhile nobody knows."""
 PEAK_KEPT_S = 600
 """Seconds of which the peak of the urgent classes' memory is remembered."""
+UNHINDERED_KEPT = 1024
+LEAST_UNHINDERED = 20
 FIRST_TOKENS_S = 10.0
 UNHINDERED = 1.25
 """A work behind which no more than so many times its own prompt is pending tells of the engine and not of the queue in it."""
@@ -207,6 +209,7 @@ class Account:
         "_lengths",
         "_peak_sequences",
         "_peaks",
+        "_unhindered",
         "_urgent",
         "correction",
         "entries",
@@ -219,6 +222,7 @@ class Account:
         "urgent_peak_tokens",
         "urgent_sequences",
         "urgent_tokens",
+        "usual_s",
     )
 
     def __init__(self, urgent: frozenset[str], lengths: Lengths) -> None:
@@ -234,6 +238,8 @@ class Account:
         self.gap_s: float | None = None
         self.first_tokens: deque[tuple[float, float, bool]] = deque()
         self._peaks: deque[int] = deque(maxlen=PEAK_KEPT_S)
+        self._unhindered: deque[float] = deque(maxlen=UNHINDERED_KEPT)
+        self.usual_s = 0.0
         self._peak_sequences: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._gap_since_s: float | None = None
         self._gap_prompts = 0
@@ -275,9 +281,21 @@ class Account:
         self.step.saw_first_token(event.engine_ttft_s, *entry.behind)
         work = event.work
         if work.deadline_s is not None and work.deadline_s > work.accepted_s:
-            allowed_s = work.deadline_s - work.accepted_s
+            allowed_s = max(work.deadline_s - work.accepted_s, self.usual_s)
             # The engine's part alone: what a work waited in our queue no cut of what runs can bring back.
             self.first_tokens.append((now_s, event.engine_ttft_s / allowed_s, self._by_patient(entry, allowed_s)))
+
+    def note_unhindered(self) -> None:
+        """A work of a class that promises a slowdown was granted: keep what its first token would take had no patient work been
+        there. What waits in our queue may wait for their sake, and does not count."""
+        pending = self.sums.pending_urgent
+        self._unhindered.append(self.step.ttft_s(pending, self.urgent_sequences, self.urgent_tokens))
+
+    def look_at_unhindered(self) -> float:
+        """What 95 % of the noted works' first tokens would have taken at most; 0 for few."""
+        ordered = sorted(self._unhindered)
+        self.usual_s = ordered[int(0.95 * (len(ordered) - 1))] if len(ordered) >= LEAST_UNHINDERED else 0.0
+        return self.usual_s
 
     def _without_patient(self, prompt_tokens: int) -> tuple[float, float, float] | None:
         """`Entry.without_patient` of a work that is granted now; what urgent works hold is a tick old."""

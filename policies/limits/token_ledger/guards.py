@@ -32,11 +32,13 @@ MEMORY_DRIFT = 0.02
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """An urgent work that might arrive right now. tokens: of a long prompt (p95) of the class with the tightest objective;
-    None: no such class. objective_s: of that class for that prompt; None: none is set. alone_factor: see `alone_factor`."""
+    None: no such class. objective_s: of that class for that prompt; None: none is set. alone_factor: see `alone_factor`.
+    usual_s: where the class promises a slowdown, what 95 % of its first tokens would have taken of late without patient works."""
 
     tokens: float | None = None
     objective_s: float | None = None
     alone_factor: float = ALONE_FACTOR
+    usual_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +148,13 @@ def patient_seats(seats: int, urgent_peak: int) -> int:
     return max(1, seats - max(1, seats // 8, min(urgent_peak, seats // 2)))
 
 
-def gaps(scene: Scene, asked: Asked, model: StepModel) -> GuardReading | None:
-    """The gap between tokens with one work more, and as measured, against the tightest objective."""
+def gaps(scene: Scene, asked: Asked, model: StepModel, *, patient: bool) -> GuardReading | None:
+    """The gap between tokens with one work more, against the tightest objective; for a patient work as measured too. What is
+    measured has the prompts in it that were taken in meanwhile, and an urgent work that waits for them to pass is late."""
     if scene.tpot_s is None:
         return None
     predicted = model.step_s(scene.sequences + asked.sequences, scene.held_tokens + asked.prompt_tokens)
-    return _reading(Guard.TPOT, max(predicted, scene.gap_s or 0.0), scene.tpot_s)
+    return _reading(Guard.TPOT, max(predicted, scene.gap_s or 0.0) if patient else predicted, scene.tpot_s)
 
 
 def knee(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading:
@@ -169,7 +172,7 @@ def first_token(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedge
     doubt = (1 + min(MOST_DOUBT, model.error)) * max(1.0, scene.ttft_factor)
     pending = scene.pending_urgent + scene.pending_patient + scene.queued_tokens + asked.prompt_tokens
     value = doubt * model.ttft_s(pending + hypothesis.tokens, scene.sequences + asked.sequences, scene.held_tokens)
-    alone = doubt * alone_s(hypothesis.tokens, model)
+    alone = doubt * max(alone_s(hypothesis.tokens, model), hypothesis.usual_s)
     threshold = max(fields.caution * hypothesis.objective_s, hypothesis.alone_factor * alone)
     return _reading(Guard.TTFT, value, max(threshold, value) if _oversize(scene, asked, model, fields) else threshold)
 

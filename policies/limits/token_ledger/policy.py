@@ -191,7 +191,7 @@ class TokenLedger:
             None if memory is None else memory[0],
             guards.bound(scene, asked) if patient else None,
             guards.seats(scene, asked, patient=patient),
-            guards.gaps(scene, asked, model),
+            guards.gaps(scene, asked, model, patient=patient or late),
         ]
         if patient:
             found += [
@@ -292,6 +292,8 @@ class TokenLedger:
     def _granted(self, event: Granted, now_s: float) -> None:
         mine, work = self._of(event.engine), event.work
         mine.account.granted(work, event.attempt, now_s)
+        if self._policy.class_policy(work.class_name).ttft_slowdown is not None:
+            mine.account.note_unhindered()
         self._kinds[work.class_name] = (work.class_name, work.model)
         prompts = self._prompts.get(work.class_name)
         if prompts is None:
@@ -393,10 +395,11 @@ class TokenLedger:
 
     def _look_at_prompts(self) -> None:
         for one in self._engines.values():
-            one.hypothesis = self._hypothesis(one.account.step)
+            one.hypothesis = self._hypothesis(one.account.step, one.account.look_at_unhindered())
 
-    def _hypothesis(self, step: StepModel) -> Hypothesis:
-        """The urgent work that is the hardest to serve in time on an engine of such steps: a long one (p95)."""
+    def _hypothesis(self, step: StepModel, usual_s: float = 0.0) -> Hypothesis:
+        """The urgent work that is the hardest to serve in time on an engine of such steps: a long one (p95). usual_s: of
+        classes that promise a slowdown."""
         found: list[tuple[float, float, str]] = []
         for name in sorted(self._objectives):
             prompts = self._prompts.get(name)
@@ -409,7 +412,7 @@ class TokenLedger:
             return Hypothesis()
         tokens, objective_s, name = min(found, key=lambda one: (one[1] / (1 + one[0]), one))
         slowdown = self._policy.class_policy(name).ttft_slowdown
-        return Hypothesis(tokens, objective_s, guards.alone_factor(slowdown, self._fields))
+        return Hypothesis(tokens, objective_s, guards.alone_factor(slowdown, self._fields), usual_s)
 
     def __repr__(self) -> str:
         windows = " ".join(f"{name}={one.growth.limit:.1f}" for name, one in sorted(self._engines.items()))
