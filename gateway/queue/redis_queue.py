@@ -36,6 +36,7 @@ from redis.exceptions import (
     InvalidResponse,
     MasterDownError,
     MovedError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -546,6 +547,8 @@ def _reason(error: Exception) -> str:
         return f"queue store's pool speaks schema {rest}: expected {SCHEMA}; upgrade this process, or give it another store"
     if isinstance(error, ResponseError) and code in _NOT_NOW:
         return f"queue store answers {code}: expected it to take writes; see its log"
+    if isinstance(error, ResponseError) and code == "WRONGTYPE":
+        return "queue store has something else under a key of the pool: expected it for this pool alone; remove the key"
     return ""
 
 
@@ -571,6 +574,10 @@ _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] 
     (
         (AskError, TryAgainError),
         "queue store's cluster is moving our slot: expected it in one place; it is asked again",
+    ),
+    (
+        NoPermissionError,
+        "queue store's user lacks a right: expected leave to run scripts and commands on the pool's keys; see its ACL",
     ),
     (AuthenticationError, "queue store refused our credentials: expected a valid user and password in the Redis URL"),
     ((TimeoutError, RedisTimeoutError), "queue store did not answer in time"),

@@ -416,6 +416,29 @@ async def test_a_connection_that_does_not_close_in_good_order_is_no_other_fault_
                     await queue.time_ms()
 
 
+async def test_rights_that_are_taken_away_make_the_store_unavailable_until_they_are_back() -> None:
+    with serving("valkey-9") as server:
+        async with queue_at(server.url) as queue:
+            await register(queue)
+            await queue._client.acl_setuser("default", enabled=True, commands=["-evalsha", "-eval"])
+            with pytest.raises(QueueUnavailable, match="lacks a right"):
+                await renew(queue)
+            await queue._client.acl_setuser("default", enabled=True, commands=["+evalsha", "+eval"])
+
+            assert await renew(queue)
+
+
+async def test_a_key_that_somebody_else_has_written_makes_the_store_unavailable_until_it_is_gone() -> None:
+    with serving("valkey-9") as server:
+        async with queue_at(server.url) as queue:
+            await queue._client.set(queue._keys[0], "somebody else's")
+            with pytest.raises(QueueUnavailable, match="something else under a key"):
+                await register(queue)
+            await queue._client.delete(queue._keys[0])
+
+            assert await register(queue)
+
+
 async def test_a_fault_of_our_own_is_raised_as_itself(valkey: Server) -> None:
     async with queue_at(valkey.url) as queue:
         with pytest.raises(ResponseError):
