@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 from gateway.clock import Clock
 from gateway.logs import Log
+from gateway.watched_file import regular
 from policies import presets
 from policies.document import parse
 from policies.schema import Policy
@@ -59,7 +61,7 @@ class PolicyStore:
         self._clock = clock
         self._engines = None if engines is None else frozenset(engines)
         self._subscribers: list[Subscriber] = []
-        self._good = b"" if path is None else _read(path)
+        self._good = b"" if path is None else _read(path, opener=regular)
         self._judged: bytes | None = self._good
         self._changed: bytes | None = None
         self.current = (policy or presets.load()) if path is None else self._parse(self._good)
@@ -86,8 +88,9 @@ class PolicyStore:
         """Look once. What is new is taken at the second look that reads it the same."""
         if self._path is None:
             return
+        loop = asyncio.get_running_loop()
         try:
-            content = await asyncio.get_running_loop().run_in_executor(None, _read, self._path)
+            content = await loop.run_in_executor(None, partial(_read, self._path, opener=regular))
         except DocumentError as error:
             self._judged = self._changed = None
             self._refuse(error)
@@ -97,13 +100,14 @@ class PolicyStore:
             self._found_good()
         elif content == self._changed:
             self._judged, self._changed = content, None
-            self._take(content)
+            await self._take(content)
         elif content != self._judged:
             self._changed = content
 
-    def _take(self, content: bytes) -> None:
+    async def _take(self, content: bytes) -> None:
+        """Put a content in force, or refuse it. Reading a document can take seconds, in which streams must not stand still."""
         try:
-            new = self._parse(content)
+            new = await asyncio.get_running_loop().run_in_executor(None, self._parse, content)
         except DocumentError as error:
             self._refuse(error)
             return
@@ -137,10 +141,10 @@ def read_policy(path: Path, *, engines: Collection[str] | None = None) -> Policy
     return parse(_decode(_read(path), str(path)), str(path), engines=engines)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, *, opener: Callable[[str, int], int] | None = None) -> bytes:
     """The file's bytes, with one more than may be when it is too long (`parse` then says so)."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=opener) as file:
             return file.read(4 * TEXT_MAX + 1)
     except OSError as error:
         raise DocumentError([Problem(str(path), 1, "", "", f"cannot be read: {error.strerror or error}")]) from None

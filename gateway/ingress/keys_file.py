@@ -22,6 +22,7 @@ from pydantic import ConfigDict, Field
 
 from gateway.ingress.auth import Key, KeyRing
 from gateway.logs import Log
+from gateway.watched_file import regular
 from policies.yaml_source import DocumentError, Finding, Problem, load
 
 POLL_S = 2.0
@@ -53,8 +54,9 @@ class KeysFile:
         """Raises DocumentError: without a good file at start there is no gateway."""
         self._path = path
         self._log = log
-        self._seen = _read(path)
-        self.current = parse(self._seen, str(path))
+        content = _read(path)
+        self._seen: bytes | None = content
+        self.current = parse(content, str(path))
         self.failed = False
         self.generation = 1
 
@@ -70,12 +72,13 @@ class KeysFile:
     async def poll(self) -> None:
         """Look once, and take what is new and good."""
         loop = asyncio.get_running_loop()
+        seen, self._seen = self._seen, None  # of what cannot be read
         try:
-            content = await loop.run_in_executor(None, _read, self._path)
-            if content == self._seen:
+            content = self._seen = await loop.run_in_executor(None, _read, self._path)
+            if content == seen:
                 return
-            self._seen = content
-            self.current = parse(content, str(self._path))
+            # A thousand keys take half a second to read, in which streams must not stand still.
+            self.current = await loop.run_in_executor(None, parse, content, str(self._path))
         except DocumentError as error:
             self.failed = True
             self._log.error("keys file refused, the last good one stays", reason=str(error), repeat_key="keys file")
@@ -117,7 +120,7 @@ _HEX = re.compile(r"[0-9A-Fa-f]{64}")
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             content = file.read(FILE_MAX_BYTES + 1)
     except OSError as error:
         raise _unreadable(str(path), f"cannot be read: {error.strerror or error}") from None

@@ -231,6 +231,43 @@ async def test_a_file_that_goes_away_keeps_the_policy_and_may_come_back(opened: 
     assert (while_away, store.failed, store.generation) == (True, False, 1)
 
 
+async def test_a_pipe_in_the_file_s_place_is_told_and_does_not_end_the_watch(
+    opened: Opened, file: Path, lines: Lines
+) -> None:
+    store = opened(file)
+    file.unlink()
+    os.mkfifo(file)
+    async with asyncio.timeout(5.0):
+        await store.poll()
+    file.unlink()
+    file.write_text(BETTER)
+    await settled(store)
+
+    assert "it is no regular file" in lines.lines[0][2]["reason"]
+    assert sla(store) == 0.25
+
+
+async def test_the_loop_turns_while_a_document_is_read_that_takes_long(opened: Opened, file: Path) -> None:
+    store = opened(file)
+    file.write_text("[" * 2_000)
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    turning = asyncio.create_task(turn())
+    await store.poll()
+    before = turns
+    await store.poll()
+    turning.cancel()
+
+    assert store.failed
+    assert turns > before + 10
+
+
 async def test_a_wrong_file_that_went_away_and_came_back_is_judged_again(opened: Opened, file: Path) -> None:
     store = opened(file)
     file.write_text(WRONG)

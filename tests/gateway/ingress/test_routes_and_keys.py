@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -433,6 +435,24 @@ async def test_a_keys_file_is_taken_anew_and_a_bad_one_changes_nothing(tmp_path:
     assert taken is not None
     assert (taken.tenant, broken) == ("beta", (True, taken))
     assert (keys.failed, keys.current.find(b"two"), keys.generation) == (False, None, 3)
+
+
+async def test_a_keys_file_that_goes_away_or_becomes_a_pipe_may_come_back_as_it_was(tmp_path: Path) -> None:
+    path, logs = tmp_path / "keys.yaml", Logs(io.BytesIO())
+    path.write_text(entry("one"))
+    keys = KeysFile(path, logs.log)
+
+    path.unlink()
+    os.mkfifo(path)
+    async with asyncio.timeout(5.0):
+        await keys.poll()
+    piped = keys.failed
+    path.unlink()
+    path.write_text(entry("one"))
+    await keys.poll()
+    logs.close()
+
+    assert (piped, keys.failed, keys.current.find(b"one") is None) == (True, False, False)
 
 
 async def test_a_keys_file_behind_a_swapped_symlink_is_seen(tmp_path: Path) -> None:
