@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 
 import orjson
 import structlog
+from aiohttp.http_exceptions import HttpProcessingError
 from structlog.typing import FilteringBoundLogger
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
@@ -218,6 +219,12 @@ class _StdlibHandler(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            # Its words quote the client's bytes, which may be a key of any form, and anybody who reaches a listener can cause it.
+            kind = type(error).__name__
+            self._log.info("request could not be parsed", error=kind, logger=record.name, repeat_key=kind)
+            return
         level = max(10, min(40, record.levelno // 10 * 10))
         # A library that says the same of each of its tries says it once for a while; a traceback is told every time.
         repeat = {} if record.exc_info else {"repeat_key": record.name}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from aiohttp.http_exceptions import BadHttpMessage
 
 from gateway import logs as logs_module
 from gateway.logs import NOT_LOGGED, Logs, scrub
@@ -162,6 +163,23 @@ def test_a_library_that_repeats_itself_is_one_line_and_its_tracebacks_are_all_to
         finally:
             root.handlers[:], root.level = before, level
     assert told == ["cannot reach collector, trying again", "broke", "broke"]
+
+
+def test_what_a_client_sent_that_could_not_be_parsed_is_one_line_without_its_bytes() -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    with captured() as (logs, lines):
+        try:
+            logs.adopt_stdlib()
+            for _ in range(50):
+                error = BadHttpMessage("Invalid header token: b'x-api-key : plainsecret'")
+                logging.getLogger("aiohttp.server").error("Error handling request from %s", "::1", exc_info=error)
+
+            (line,) = lines()
+        finally:
+            root.handlers[:], root.level = before, level
+    assert (line["level"], line["error"]) == ("info", "BadHttpMessage")
+    assert "plainsecret" not in str(line)
 
 
 def test_a_line_for_people_is_plain_text() -> None:
