@@ -195,6 +195,7 @@ class Guard(StrEnum):
     POWER = "power"
     THERMAL = "thermal"
     ENERGY = "energy"
+    LOAD = "load"
     SHARE = "share"
     STALE = "stale"
     CREDIT = "credit"

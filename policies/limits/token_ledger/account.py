@@ -23,6 +23,7 @@ from policies.estimators.offset import OffsetFilter
 from policies.estimators.pace import taken_in_factor
 from policies.estimators.step_model import StepModel
 from policies.estimators.survival import HORIZONS, Key, Lengths, levels
+from policies.limits.token_ledger.load import UrgentLoad
 from policies.sizing import FirstToken, Running
 from policies.vocabulary import EngineView, Work
 
@@ -218,6 +219,7 @@ class Account:
         "offset",
         "step",
         "sums",
+        "urgent_load",
         "urgent_peak_sequences",
         "urgent_peak_tokens",
         "urgent_sequences",
@@ -240,6 +242,7 @@ class Account:
         self._peaks: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._unhindered: deque[float] = deque(maxlen=UNHINDERED_KEPT)
         self.usual_s = 0.0
+        self.urgent_load = UrgentLoad()
         self._peak_sequences: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._gap_since_s: float | None = None
         self._gap_prompts = 0
@@ -285,11 +288,12 @@ class Account:
             # The engine's part alone: what a work waited in our queue no cut of what runs can bring back.
             self.first_tokens.append((now_s, event.engine_ttft_s / allowed_s, self._by_patient(entry, allowed_s)))
 
-    def note_unhindered(self) -> None:
+    def note_unhindered(self, prompt_tokens: int, now_s: float) -> None:
         """A work of a class that promises a slowdown was granted: keep what its first token would take had no patient work been
         there. What waits in our queue may wait for their sake, and does not count."""
         pending = self.sums.pending_urgent
         self._unhindered.append(self.step.ttft_s(pending, self.urgent_sequences, self.urgent_tokens))
+        self.urgent_load.granted(prompt_tokens, now_s)
 
     def look_at_unhindered(self) -> float:
         """What 95 % of the noted works' first tokens would have taken at most; 0 for few."""
@@ -353,8 +357,9 @@ class Account:
                 self.urgent_tokens += entry.work.prompt_tokens + entry.shown_tokens
         self.sums = Sums.of(self.entries.values())
 
-    def note_peak(self) -> None:
+    def note_peak(self, now_s: float) -> None:
         """Once a second: what the urgent classes hold; its 95th percentile over ten minutes is their peak."""
+        self.urgent_load.look(now_s)
         self._peaks.append(self.urgent_tokens)
         self._peak_sequences.append(self.urgent_sequences)
         at = int(0.95 * (len(self._peaks) - 1))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from policies.estimators.step_model import StepModel
 from policies.estimators.survival import HORIZONS
 from policies.limits.fixed import taken
-from policies.limits.token_ledger.account import Forecast
+from policies.limits.token_ledger.account import Account, Forecast
 from policies.schema import TokenLedgerSizing
 from policies.vocabulary import EngineView, Guard, GuardReading
 
@@ -33,12 +33,14 @@ MEMORY_DRIFT = 0.02
 class Hypothesis:
     """An urgent work that might arrive right now. tokens: of a long prompt (p95) of the class with the tightest objective;
     None: no such class. objective_s: of that class for that prompt; None: none is set. alone_factor: see `alone_factor`.
-    usual_s: where the class promises a slowdown, what 95 % of its first tokens would have taken of late without patient works."""
+    Where the class promises a slowdown, usual_s: what 95 % of its first tokens would have taken of late without patient works;
+    slowdown: the promise; None: no such promise."""
 
     tokens: float | None = None
     objective_s: float | None = None
     alone_factor: float = ALONE_FACTOR
     usual_s: float = 0.0
+    slowdown: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,20 @@ def first_token(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedge
     return _reading(Guard.TTFT, value, max(threshold, value) if _oversize(scene, asked, model, fields) else threshold)
 
 
+def load(scene: Scene, asked: Asked, account: Account) -> GuardReading | None:
+    """How many times longer works that can wait make a step with one long urgent prompt; see `load`. Of classes that promise a
+    slowdown."""
+    hypothesis, step = scene.hypothesis, account.step
+    if hypothesis.slowdown is None or not hypothesis.tokens:
+        return None
+    tokens = min(hypothesis.tokens, float(step.budget_tokens))
+    prompt_s = step.prefill_s_per_token * tokens
+    without_s = step.step_s(account.urgent_sequences, account.urgent_tokens) + prompt_s
+    with_s = step.step_s(scene.sequences + asked.sequences, scene.held_tokens + asked.prompt_tokens) + prompt_s
+    allowed = account.urgent_load.may_be_slower(without_s, tokens, hypothesis.slowdown)
+    return _reading(Guard.LOAD, with_s / without_s, allowed)
+
+
 def alone_s(prompt_tokens: float, model: StepModel) -> float:
     """To the first token of a prompt that the engine has to itself."""
     return model.ttft_s(prompt_tokens, 1, prompt_tokens)
@@ -203,7 +219,10 @@ def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
     longer one."""
     pending = scene.pending_urgent
     value = model.ttft_s(pending, scene.sequences, scene.held_tokens) if pending else 0.0
-    usual_s = model.ttft_s(scene.hypothesis.tokens or 0.0, scene.sequences, scene.held_tokens)
+    usual = scene.hypothesis.tokens or 0.0
+    if scene.hypothesis.slowdown is not None:  # its objective is about one prompt: steps would be nearly empty
+        usual = max(usual, float(model.budget_tokens))
+    usual_s = model.ttft_s(usual, scene.sequences, scene.held_tokens)
     return _reading(Guard.STALL, value, max(PIPE_SHARE * (asked.objective_s or math.inf), usual_s))
 
 

@@ -197,6 +197,7 @@ class TokenLedger:
             found += [
                 guards.window(scene, asked),
                 guards.first_token(scene, asked, model, fields),
+                guards.load(scene, asked, account),
                 guards.stall(scene, asked, model, fields),
                 guards.knee(scene, asked, model, fields),
                 mine.energy(scene.sequences + asked.sequences),
@@ -293,7 +294,7 @@ class TokenLedger:
         mine, work = self._of(event.engine), event.work
         mine.account.granted(work, event.attempt, now_s)
         if self._policy.class_policy(work.class_name).ttft_slowdown is not None:
-            mine.account.note_unhindered()
+            mine.account.note_unhindered(work.prompt_tokens, now_s)
         self._kinds[work.class_name] = (work.class_name, work.model)
         prompts = self._prompts.get(work.class_name)
         if prompts is None:
@@ -327,7 +328,7 @@ class TokenLedger:
         mine.ttft_factor = account.correction.factor(now_s)
         if now_s - mine.noted_s >= 1.0:
             mine.noted_s = now_s
-            account.note_peak()
+            account.note_peak(now_s)
         mine.queued_tokens = sum(
             max(0, event.queued.get(name, 0) - event.late.get(name, 0)) * _mean(self._prompts.get(name))
             for name in self._objectives
@@ -412,7 +413,7 @@ class TokenLedger:
             return Hypothesis()
         tokens, objective_s, name = min(found, key=lambda one: (one[1] / (1 + one[0]), one))
         slowdown = self._policy.class_policy(name).ttft_slowdown
-        return Hypothesis(tokens, objective_s, guards.alone_factor(slowdown, self._fields), usual_s)
+        return Hypothesis(tokens, objective_s, guards.alone_factor(slowdown, self._fields), usual_s, slowdown)
 
     def __repr__(self) -> str:
         windows = " ".join(f"{name}={one.growth.limit:.1f}" for name, one in sorted(self._engines.items()))
