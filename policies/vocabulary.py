@@ -116,7 +116,8 @@ class EngineView:
     polled half, which is seconds old. Holds nothing the outside could not know: no true output length, no
     parameter of the engine's step model.
 
-    in_flight        works sent and not ended, by class name
+    in_flight        works sent and not ended, and works that other processes may start without asking, by class name
+    on_credit        how many of these nobody is known to run: credit and floors of processes that are heard of
     extra_sequences  sequences that these works decode beyond one each, by class name, where we count works one by one
     kv_tokens        prompt + generated tokens of our works in flight, in whole blocks
     prefill_tokens   prompt tokens of our works that have shown no first token yet
@@ -163,13 +164,19 @@ class EngineView:
     gpu_slowed: Reading = UNKNOWN
     gpu_energy_j_total: Reading = UNKNOWN
     extra_sequences: Mapping[str, int] = field(default_factory=dict)
+    on_credit: int = 0
     spot: bool = False
     speaks: Callable[[str], bool] = field(default=_any_path, compare=False, repr=False)
 
     @property
     def in_flight_total(self) -> int:
-        """Works of every class sent and not ended."""
+        """Works of every class that are counted here."""
         return sum(self.in_flight.values())
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of ours runs here. What others may start without asking does not keep an engine busy."""
+        return self.in_flight_total <= self.on_credit
 
     def sequences(self, class_name: str) -> int:
         """Sequences of a class's works here: what they take of a window, and of an engine's seats."""

@@ -194,6 +194,7 @@ class Engine:
             models=self.offered,
             in_flight=dict(ledger.in_flight),
             extra_sequences=dict(ledger.extra_sequences),
+            on_credit=ledger.on_credit,
             kv_tokens=ledger.kv_tokens,
             prefill_tokens=ledger.prefill_tokens,
             last_grant_s=ledger.last_grant_s,

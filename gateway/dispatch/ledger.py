@@ -87,8 +87,9 @@ class EngineLedger:
     allowed_kv_tokens: int = 0
     allowed_prefill_tokens: int = 0
     extra_sequences: dict[str, int] = field(default_factory=dict)
+    on_credit: int = 0
     _counted_in: int = BLOCK_TOKENS
-    _elsewhere: dict[Session, tuple[Mapping[str, InFlight], Mapping[str, InFlight]]] = field(default_factory=dict)
+    _elsewhere: dict[Session, tuple[Mapping[str, InFlight], Mapping[str, InFlight], bool]] = field(default_factory=dict)
 
     def add(self, work: Work, attempt: int, now_s: float) -> None:
         """Count an attempt from its grant on."""
@@ -147,21 +148,23 @@ class EngineLedger:
         self.version += 1
         return True
 
-    def elsewhere(self, session: Session, sums: Mapping[str, InFlight], allowed: Mapping[str, InFlight]) -> None:
+    def elsewhere(
+        self, session: Session, sums: Mapping[str, InFlight], allowed: Mapping[str, InFlight], *, lost: bool = False
+    ) -> None:
         """Replace what another session is taken to have here, by class; {} when it is gone.
 
         sums      what runs and what may be started at any moment
         allowed   which part of `sums` may be started, but was not reported as running
+        lost      nobody hears of it any more: what it is only allowed may run as well as not
         """
-        before, allowed_before = self._elsewhere.get(session, _NONE)
-        if sums == before and allowed == allowed_before:
-            return
-        self._elsewhere.pop(session, None)
-        self._replace(before, allowed_before, -1)
-        self._replace(sums, allowed, 1)
+        told = (sums, allowed, lost)
+        before = self._elsewhere.pop(session, _NONE)
         if sums:
-            self._elsewhere[session] = (dict(sums), dict(allowed))
-        self.version += 1
+            self._elsewhere[session] = (dict(sums), dict(allowed), lost)
+        if told != before:
+            self._replace(*before, -1)
+            self._replace(*told, 1)
+            self.version += 1
 
     def entries_of(self, class_name: str) -> int:
         """Attempts of a class that run in this process, or will."""
@@ -175,11 +178,12 @@ class EngineLedger:
         """Works of a class in flight, without what is only allowed."""
         return self.in_flight.get(class_name, 0) - self.allowed.get(class_name, 0)
 
-    def _replace(self, sums: Mapping[str, InFlight], allowed: Mapping[str, InFlight], sign: int) -> None:
+    def _replace(self, sums: Mapping[str, InFlight], allowed: Mapping[str, InFlight], lost: bool, sign: int) -> None:
         for class_name, one in sums.items():
             self._count(class_name, sign * one.works, sign * one.kv_tokens, sign * one.prefill_tokens)
         for class_name, one in allowed.items():
             self.allowed[class_name] = self.allowed.get(class_name, 0) + sign * one.works
+            self.on_credit += 0 if lost else sign * one.works
             self.allowed_kv_tokens += sign * one.kv_tokens
             self.allowed_prefill_tokens += sign * one.prefill_tokens
 
@@ -310,4 +314,4 @@ class Ledger:
         return f"<Ledger in flight: {' '.join(parts) or 'none'}>"
 
 
-_NONE: tuple[Mapping[str, InFlight], Mapping[str, InFlight]] = ({}, {})
+_NONE: tuple[Mapping[str, InFlight], Mapping[str, InFlight], bool] = ({}, {}, False)

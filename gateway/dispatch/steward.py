@@ -405,7 +405,7 @@ class Steward:
                 sums[engine][class_name] = most
                 allowed[engine][class_name] = most if session in self._lost else _beyond(most, runs)
         for engine, by_class in sums.items():
-            self._ledger[engine].elsewhere(session, by_class, allowed[engine])
+            self._ledger[engine].elsewhere(session, by_class, allowed[engine], lost=session in self._lost)
 
     def _most(self, session: Session, other: Other, place: Place, runs: InFlight, now_s: float) -> InFlight:
         """The most that a session can have on a place, now or at any moment before it is heard of again."""

@@ -165,6 +165,18 @@ def test_sums_of_another_session_replace_each_other() -> None:
     assert (ledger.allowed_kv_tokens, ledger.allowed_prefill_tokens) == (8, 0)
 
 
+def test_what_a_process_that_is_heard_of_may_start_is_on_credit_and_what_a_lost_one_had_is_not() -> None:
+    ledger, had = EngineLedger(), {"interactive": InFlight(2, 32, 32)}
+
+    ledger.elsewhere(OTHER, had, had)
+    heard_of = ledger.on_credit
+    ledger.elsewhere(OTHER, had, had, lost=True)
+    lost = ledger.on_credit
+    ledger.elsewhere(OTHER, {}, {})
+
+    assert (heard_of, lost, ledger.on_credit) == (2, 0, 0)
+
+
 def test_an_attempt_counts_as_sent_from_when_its_owner_took_the_grant_up() -> None:
     ledger = EngineLedger()
     ledger.add(work(1), 1, 10.0)

@@ -272,6 +272,17 @@ def test_floors_leave_half_of_an_engine_to_those_that_have_none() -> None:
     assert pool.counted == WINDOW / 2
 
 
+def test_an_engine_on_which_the_others_only_hold_credit_is_idle() -> None:
+    pool = Pool(["a", "b"])
+    pool.beat()
+    with_credit = pool.engine.view(pool.now_s)
+    pool.holders[0].start()
+    pool.beat()
+
+    assert (with_credit.in_flight_total > 0, with_credit.idle) == (True, True)
+    assert not pool.engine.view(pool.now_s).idle
+
+
 def test_a_process_that_serves_nobody_holds_no_place() -> None:
     pool = Pool([])
     report = SessionReport(serves=False)

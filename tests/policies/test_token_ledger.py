@@ -103,6 +103,16 @@ def running(ledger: TokenLedger, count: int, *, tokens: int = 2000, name: str = 
     return view
 
 
+@pytest.mark.parametrize(("credit", "taken"), [(3, True), (2, False)])
+def test_what_others_may_start_does_not_keep_an_idle_engine_from_the_one_work_that_is_too_large(
+    credit: int, taken: bool
+) -> None:
+    ledger, view = TokenLedger(POLICY), replace(told({"chat": 3}), on_credit=credit)
+    too_large = work("n", "night", prompt_tokens=2 * CAPACITY)
+
+    assert ledger.admit(too_large, view, NOW_S).admitted is taken
+
+
 # -- the safe-batch test -----------------------------------------------------------------------------------------------
 
 lots = st.lists(

@@ -100,7 +100,7 @@ class TokenLedger:
         scene = seen[2]
         late = self._policy.late(work, now_s)
         readings, steps = self._ask(mine, work, engine, scene, late=late)
-        if not engine.in_flight_total:
+        if engine.idle:
             readings = [
                 one
                 if one.guard is Guard.ENERGY
