@@ -4,7 +4,8 @@ A process that reaches the store has its works counted by whoever leads, so that
 window. One that is cut off for longer than its session is valid goes on with what it runs, and may start while it is
 below a share that halves (docs/decisions, "What a cut-off process may run beside the window"). Such works are *excused*
 until they end, also after the process has come back: what the leader must keep free for them is the share, if it led
-already when contact was lost. A successor that never heard of the process keeps nothing.
+already when contact was lost. A successor that never heard of the process keeps nothing. A session
+that a flush took was lost under the leader of that moment, though it shows only once the process has not come back.
 
 A process that is stopped does not notice that an engine has ended a work of it. That work runs nowhere, and the leader is told
 so by the engine, so it counts no more.
@@ -53,11 +54,15 @@ class Reach:
         self._engines = engines
         self._processes: dict[str, _Process] = {}
         self._reign = 0
+        self._flushed_s = -math.inf
+        self._flushed_reign = 0
 
     def count(self, hosts: Iterable[GatewayHost], windows: dict[str, int], now_s: float) -> dict[Place, int]:
         """Works by place that must be inside its window. Raises InvariantBroken when a cut-off process exceeds its share."""
         counted: Counter[Place] = Counter()
         once: set[str] = set()
+        if self._flushed_s != self._store.flushed_s:
+            self._flushed_s, self._flushed_reign = self._store.flushed_s, self._reign
         for host in hosts:
             if host.presence.leads:
                 self._reign = max(self._reign, host.presence.epoch)
@@ -96,8 +101,8 @@ class Reach:
         if until_s - now_s > CLOCKS_APART_S:
             one.away_s = None
         elif one.away_s is None and now_s - self._store.flushed_s > AFTER_FLUSH_S:
-            one.away_s, one.reign = now_s, self._reign
             one.heard_s, one.report = self._store.heard.get(host.session_id, (now_s, SessionReport()))
+            one.away_s, one.reign = now_s, self._reign if one.heard_s > self._flushed_s else self._flushed_reign
 
     def _in_its_time(self, host: GatewayHost, one: _Process, running: dict[Attempt, Place], now_s: float) -> None:
         """No grant is used after it has expired, but by a process that was stopped between its check and its first byte."""

@@ -38,6 +38,7 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "a floor took the only place of an engine": ("one_place", 0),
     "a work was written again while a full queue refused it, and stayed": (Kind.MANY, 12),
     "a work of a stopped gateway that its engine had ended counted as running there": (Kind.STORM, 29),
+    "a successor was to keep places for a process that a flush had taken before its time": (Kind.MANY, 166),
     "the token that a gateway asks of a stuck engine was taken for a work that it had forgotten": (Kind.SINGLE, 49),
     "a claim of another's work was told as an attempt of the one that had claimed it": ("claims_without_leading", 0),
 }
