@@ -31,6 +31,8 @@ COLUMNS = 2 * len(HORIZONS)
 NOTHING = (0.0,) * COLUMNS
 CORRELATION = 0.1
 GAP_WINDOW_S = 1.0
+GAP_WEIGHT = 0.2
+"""Of one window's gap in `lately_gap_s`: an objective on gaps is about the mean of an answer, which runs for seconds."""
 LEAST_STEPS = 4.0
 SPLIT_SHARE = 0.3
 """Of the prompts taken in during a window, at most so much may have been pending at its ends: what part of those was taken
@@ -216,6 +218,7 @@ class Account:
         "entries",
         "first_tokens",
         "gap_s",
+        "lately_gap_s",
         "offset",
         "step",
         "sums",
@@ -238,6 +241,7 @@ class Account:
         self.urgent_peak_tokens = 0.0
         self.urgent_sequences = self.urgent_peak_sequences = 0
         self.gap_s: float | None = None
+        self.lately_gap_s: float | None = None
         self.first_tokens: deque[tuple[float, float, bool]] = deque()
         self._peaks: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._unhindered: deque[float] = deque(maxlen=UNHINDERED_KEPT)
@@ -382,6 +386,8 @@ class Account:
             decoding = [entry for entry in self.entries.values() if entry.prefilled]
             if steps >= LEAST_STEPS:
                 self.gap_s = (now_s - since_s) / steps
+                before_s = self.gap_s if self.lately_gap_s is None else self.lately_gap_s
+                self.lately_gap_s = before_s + GAP_WEIGHT * (self.gap_s - before_s)
                 if self._gap_pending + pending <= SPLIT_SHARE * self._gap_prompts:
                     held = sum(entry.work.prompt_tokens + entry.shown_tokens for entry in decoding)
                     sequences = sum(entry.work.sequences for entry in decoding)

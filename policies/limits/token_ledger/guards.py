@@ -24,6 +24,8 @@ STALL_SHARE = 0.15
 """Part of the shortest objective that patient prompts may take, where that is more than stall_s."""
 ALONE_FACTOR = 1.5
 """What an empty engine cannot do in time is not patient work's fault: its threshold is no lower than this times that."""
+GAP_SHARE = 0.95
+"""Of an objective on gaps, that works which can wait may bring it to: answers differ around the mean."""
 OVERSIZE_SHARE = 0.5
 MOST_DOUBT = 0.3
 MEMORY_DRIFT = 0.02
@@ -156,7 +158,9 @@ def gaps(scene: Scene, asked: Asked, model: StepModel, *, patient: bool) -> Guar
     if scene.tpot_s is None:
         return None
     predicted = model.step_s(scene.sequences + asked.sequences, scene.held_tokens + asked.prompt_tokens)
-    return _reading(Guard.TPOT, max(predicted, scene.gap_s or 0.0) if patient else predicted, scene.tpot_s)
+    if patient:
+        return _reading(Guard.TPOT, max(predicted, scene.gap_s or 0.0), GAP_SHARE * scene.tpot_s)
+    return _reading(Guard.TPOT, predicted, scene.tpot_s)
 
 
 def knee(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading:

@@ -248,7 +248,7 @@ class TokenLedger:
             patient=sequences - sum(map(engine.sequences, self._objectives)),
             hypothesis=mine.hypothesis,
             tpot_s=self._tpot_s,
-            gap_s=account.gap_s,
+            gap_s=account.lately_gap_s,
             window=int(mine.growth.limit),
             bound_tokens=mine.black_box.limit_tokens if mine.silent else None,
             seats=told_seats(engine),
