@@ -266,6 +266,20 @@ def test_a_work_that_an_engine_had_already_is_not_refused() -> None:
     assert not refused([replace(due(0, prompt_tokens=300, within_s=1.0), attempt=1)], prefill_tokens=9000)
 
 
+def test_nobody_of_a_class_that_promises_a_slowdown_is_given_up_or_late() -> None:
+    """Such a promise has no moment after which an answer is late for good: decision 0025 made them wait for half a minute."""
+    promised = policy("version: 1\nclasses: {chat: {ttft_slowdown: 1.3}}\n")
+    works = [due(number, prompt_tokens=900, within_s=0.1) for number in range(4)]
+
+    outlook = Outlook(works, [engine()], paced(), NOW_S, never=promised.relative)
+
+    assert promised.relative == {"chat"}
+    assert outlook.triage.given_up == []
+    assert outlook.order(promised) == works
+    assert not any(promised.late(one, NOW_S + 5) for one in works)
+    assert all(policy().late(one, NOW_S + 5) for one in works)
+
+
 def test_a_class_that_would_rather_be_late_is_never_refused() -> None:
     works = [due(0, prompt_tokens=300, within_s=1.0)]
     outlook = Outlook(works, [engine(prefill_tokens=9000)], paced(), NOW_S)

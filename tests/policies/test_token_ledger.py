@@ -467,6 +467,69 @@ def test_the_objective_of_a_promised_slowdown_is_by_what_the_engine_was_seen_to_
     assert thresholds[1] < 1.3 * 1.6 * (1 + guards.MOST_DOUBT)
 
 
+PROMISED = policy("version: 1\nclasses: {chat: {ttft_slowdown: 1.3}, night: {}}\nsizing: {policy: token_ledger}\n")
+
+
+def bursts(ledger: TokenLedger, prompts_per_s: int, *, seconds: int = 40) -> float:
+    """An engine to which so many prompts of 500 tokens come each second, each with its first token 50 ms after the one before it;
+    when that is over."""
+    number = 0
+    for at_s in range(seconds):
+        for part in range(prompts_per_s):
+            now_s, number = NOW_S + at_s + part / prompts_per_s, number + 1
+            one = work(f"s{number}", "chat", prompt_tokens=500, accepted_s=now_s, deadline_s=now_s + 0.1)
+            ledger.on_event(Granted(one, "e0", 1), now_s)
+            ledger.on_event(FirstToken(one, "e0", 0.05), now_s + 0.05)
+            ledger.on_event(Finished(one, "e0", None), now_s + 0.06)
+        ledger.on_event(Sampled(told(), {}), NOW_S + at_s + 1)
+    return NOW_S + seconds
+
+
+def test_the_busier_urgent_work_keeps_an_engine_the_less_bulk_decodes_beside_a_promised_slowdown() -> None:
+    allowed = []
+    for prompts_per_s in (1, 8, 14):
+        ledger = TokenLedger(PROMISED)
+        now_s = bursts(ledger, prompts_per_s)
+        verdict = ledger.admit(work("x", "night", accepted_s=now_s), told({"night": 1}), now_s)
+        allowed.append(reading(verdict, Guard.LOAD)[1])
+
+    assert allowed[0] > allowed[1] > allowed[2] >= 1
+
+
+def test_classes_with_an_objective_in_seconds_have_no_such_guard() -> None:
+    verdict = TokenLedger(POLICY).admit(work("x", "night"), told({"night": 1}), NOW_S)
+
+    assert Guard.LOAD not in {one.guard for one in verdict.guards}
+
+
+def test_an_urgent_work_does_not_wait_for_a_gap_that_prompts_have_made() -> None:
+    account = Account(URGENT, Lengths())
+    torn = replace(SCENE, tpot_s=0.2, gap_s=0.5)
+    one = Asked(100, 1, 1.0, NOTHING[:4], NOTHING)
+
+    urgent, patient = (guards.gaps(torn, one, account.step, patient=patient) for patient in (False, True))
+
+    assert urgent is not None
+    assert patient is not None
+    assert urgent.passed
+    assert not patient.passed
+
+
+def test_beside_a_promised_slowdown_the_pipe_takes_a_whole_step_of_prompts() -> None:
+    """Its objective is about one prompt: a quarter of that would let prompts in one by one, and steps be nearly empty."""
+    account = Account(URGENT, Lengths())
+    one = Asked(500, 1, 0.1, NOTHING[:4], NOTHING)
+    pending = replace(SCENE, pending_urgent=1900.0)
+    promised = Hypothesis(500.0, 0.1, slowdown=1.3)
+
+    thin, whole = (
+        guards.pipe(replace(pending, hypothesis=of), one, account.step) for of in (Hypothesis(500.0, 0.1), promised)
+    )
+
+    assert not thin.passed
+    assert whole.passed
+
+
 def test_first_tokens_that_come_late_let_less_bulk_in_and_early_ones_no_more() -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
     one = Asked(100, 1, None, NOTHING[:4], NOTHING)
