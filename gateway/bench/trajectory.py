@@ -9,7 +9,7 @@ A bulk work may start when all of this holds to the end of its life.
    until the engine has caught up: all have their first token in time.
 3. *Decoding load.* From there on it is bulk's decoding that makes prompts slower: at each of the POINTS by no more than
    what the requests of that time tolerate (`foresight`).
-4. *Gaps.* The step with one more sequence, prompts included, is no longer than the objective.
+4. *Gaps.* The step with one more sequence, prompts included, is no longer than TPOT_SHARE of the objective.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ FAR_S = 2.0
 MOST_STEPS = 64
 """Played on: a burst longer than that is judged by its beginning."""
 TTFT_MARGIN = 0.9
+TPOT_SHARE = 0.8
+"""Of the objective on gaps: answers differ around the mean of a moment."""
 SPARE_STEPS = 1.2
 """Times the steps of now that the rest of a run may have: they become shorter where others end."""
 HALF_BLOCK_TOKENS = 8
@@ -159,7 +161,7 @@ class Trajectory:
     def _look(self, request: Request) -> Guard:
         if self._decoding + 1 >= self._limits.max_num_seqs:
             return Guard.SEATS
-        if self._step_s > self._tpot_sla_s:
+        if self._step_s > TPOT_SHARE * self._tpot_sla_s:
             return Guard.TPOT
         if not self._memory_lasts(request):
             return Guard.KV

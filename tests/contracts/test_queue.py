@@ -255,8 +255,9 @@ async def test_with_more_tenants_than_places_every_tenant_is_seen_in_time(queue:
 async def test_works_that_are_due_already_do_not_hide_those_to_come(
     queue: Queue, request: pytest.FixtureRequest, late: int, in_time: int, seen: tuple[int, int]
 ) -> None:
-    if "schema-1-leader" in request.node.name or "schema-1-and-current" in request.node.name:
-        pytest.skip("a leader of the release before looks from the head on")
+    """A leader of the release before looks from the head on, whoever is late there."""
+    if "schema-1-leader" in request.node.name:
+        seen = (min(late, 16), min(in_time, 16 - min(late, 16)))
     await register(queue)
     await enqueue(
         queue,
