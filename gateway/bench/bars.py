@@ -83,9 +83,8 @@ def _of_cell(cell: str, table: Mapping[str, Row], bounds: Row) -> Iterator[Bar]:
                 cell, "J/token ÷ clairvoyant", _ratio(ours["joules_per_token"], against), ENERGY_RATIO, at_most=True
             )
     ordered = [table[name] for window in PRIORITY_WINDOWS if (name := f"engine_priority_{window}") in table]
-    reached = min(
-        needed, ours["attainment"]
-    )  # as of static windows: who misses the bar is not spared those who miss it by less
+    # As of static windows: who misses the bar is not spared those who miss it by less.
+    reached = min(needed, ours["attainment"])
     served = [one["bulk_tokens_per_s"] for one in ordered if one["attainment"] >= reached]
     if tight and served:
         yield Bar(cell, "bulk ÷ engine priority", _ratio(bulk, max(served)), PRIORITY_RATIO_TIGHT)
