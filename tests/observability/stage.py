@@ -38,7 +38,7 @@ POLICY = """\
 version: 1
 classes:
   interactive: {{ttft_sla_s: 0.5, max_queue: 50, max_wait_s: 20}}
-  bulk: {{max_queue: {bulk_queue}, max_wait_s: 60}}
+  bulk: {{max_queue: {bulk_queue}, max_wait_s: 60, deadline_s: 45}}
 sizing: {{policy: token_ledger}}
 """
 
@@ -144,7 +144,7 @@ async def loaded(on: Stage) -> AsyncIterator[None]:
 async def _again(http: httpx.AsyncClient, url: str, class_name: str, tokens: int, sequences: int) -> None:
     body = {
         "model": MODEL,
-        "prompt": "water " * 40,
+        "prompt": "water " * (400 if class_name == "interactive" else 40),  # long enough to be known by its beginning
         "max_tokens": tokens,
         "ignore_eos": True,
         "stream": True,
