@@ -467,7 +467,8 @@ class Gateway:
             for one in filter(None, (pool, metrics)):
                 await one.close()
             return None
-        self._log.info("engine found", engine=settings.name, kind=kind)
+        if engine.backend is None or engine.backend.kind != kind:  # it is looked at again after each outage
+            self._log.info("engine found", engine=settings.name, kind=kind)
         return self._backend(engine, kind, pool, metrics)
 
     async def _open_kind(self, engine: Engine, kind: str) -> Backend:

@@ -4,8 +4,8 @@
 any, a random one of the near-least loaded. Memory and gaps that are short count as time. Where the sizing policy predicts
 nothing all are asked for their load alone. Random among near equals keeps deciders that see the same numbers from all
 choosing the same engine.
-*Without* one: the busiest that still has room, so that bulk is packed and other engines stay free for people; engines on spot capacity before all others,
-since bulk can begin anew where people would see an answer break.
+*Without* one: the busiest that still has room, so that bulk is packed and other engines stay free for people; engines on
+spot capacity before all others, since bulk can begin anew where people would see an answer break.
 
 What an engine's prefix cache probably holds of a prompt (`policies.estimators.prefix_caches`) need not be taken in again: it
 counts for the engine as far as it is trusted, so that a conversation stays where it is until others are idler by more.

@@ -12,7 +12,8 @@ before, this process's own as well as any other's, so that a successor never fin
 One exists in every process of the pool. Only the leader's decides; the others' keep count of their own attempts.
 
 Wake-ups: the pool's bell, a freed place, an engine that came up, and every TICK_S while anything waits (guards that
-depend on time alone) or other processes may have what waits (lost bells). A round that cannot reach the queue leaves everything where it is.
+depend on time alone) or other processes may have what waits (lost bells). A round that cannot reach the queue leaves
+everything where it is.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class RedisQueue:
         self._scripts = {name: load(name) for name in _SCRIPTS}
         self._registered: dict[str, int] = {}
         self._node_changes = 0
-        self._ahead: dict[bytes, tuple[bytes, Work]] = {}
+        self._ahead: dict[bytes, tuple[bytes, Work, Session | None]] = {}
 
     # -- sessions and leadership -----------------------------------------------------------------------------------
 
@@ -337,23 +337,22 @@ class RedisQueue:
         for class_name, bound in bounds.items():
             args += (_encoded(class_name), bound)
         by_queue, ahead = await self._run("peek", *args)
-        works = self._unpacked(ahead)
-        parts = {work_id.decode(): owner_in(record) for work_id, record in _pairs(ahead)}
-        sessions = {part: session_from(part) for part in set(parts.values()) if part}
-        owners = {work_id: sessions[part] for work_id, part in parts.items() if part}
+        works, owners = self._unpacked(ahead)
         queues = {tuple(queue.decode().split("/")): int(works) for queue, works in _pairs(by_queue) if b"/" in queue}
         depths = {(unquote(name), unquote(tenant)): depth for (name, tenant), depth in queues.items()}
         return Waiting(works, depths, owners)
 
-    def _unpacked(self, ahead: Iterable[bytes]) -> tuple[Work, ...]:
-        """Works of a look-ahead; those that the last one showed, unchanged, are not decoded again."""
+    def _unpacked(self, ahead: Iterable[bytes]) -> tuple[tuple[Work, ...], dict[str, Session]]:
+        """Works of a look-ahead, and whose they are; those that the last one showed, unchanged, are not decoded again."""
         last, self._ahead = self._ahead, {}
         for work_id, record in _pairs(ahead):
             known = last.get(work_id)
             if known is None or known[0] != record:
-                known = record, unpack_work(work_id.decode(), record)
+                part = owner_in(record)
+                known = record, unpack_work(work_id.decode(), record), session_from(part) if part else None
             self._ahead[work_id] = known
-        return tuple(work for _, work in self._ahead.values())
+        shown = self._ahead.values()
+        return tuple(work for _, work, _ in shown), {work.id: owner for _, work, owner in shown if owner is not None}
 
     async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
         answers: list[Claimed | None] = []
