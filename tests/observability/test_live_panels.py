@@ -83,6 +83,13 @@ async def test_a_new_policy_is_marked_on_every_time_panel(watched: Watched) -> N
             await asyncio.sleep(0.5)
 
 
+async def test_an_engine_that_falls_again_and_again_is_told_as_found_once(watched: Watched) -> None:
+    """It drops every request, and is looked at again after each fall."""
+    found = [line for line in watched.stage.gateway.log.splitlines() if "engine found" in line and '"e2"' in line]
+
+    assert len(found) == 1
+
+
 async def test_every_recorded_series_is_there(watched: Watched) -> None:
     rules = await watched.prometheus.get("/api/v1/rules", type="record")
     names = [rule["name"] for group in rules["data"]["groups"] for rule in group["rules"]]
