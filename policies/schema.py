@@ -312,11 +312,11 @@ class TokenLedgerSizing:
 
     start: Limit = 4
     most: Limit = 1024
-    kv_risk: Fraction = 0.05
+    kv_risk: Fraction = 0.01
     reserve: Share = 0.5
     caution: Fraction = 0.7
     stall_s: Seconds = 0.15
-    knee_ratio: Ratio = 4.0
+    knee_ratio: Ratio = 6.0
     memory_headroom: Share = 0.1
     heat_margin_c: DegreesFromZero = 3.0
     power_at: Fraction | None = None

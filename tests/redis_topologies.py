@@ -8,7 +8,6 @@ waited for: with the default delay a replica that joins late is not there yet wh
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -23,6 +22,7 @@ from redis import Redis
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
+from tests.ports import BUS, free_port
 from tests.redis_servers import binary
 
 SLOTS = 16384
@@ -77,7 +77,7 @@ def cluster(*, replicas: int = 0) -> Iterator[Topology]:
             _ask(node, "CLUSTER", "ADDSLOTSRANGE", starts[number], starts[number + 1] - 1)
             _ask(node, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in nodes[1:]:
-            _ask(node, "CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].port + _BUS)
+            _ask(node, "CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].port + BUS)
         _wait(lambda: all(_cluster_knows(node, len(nodes)) for node in nodes), "the cluster to form")
         for number, node in enumerate(nodes[3:]):
             primary = str(_ask(primaries[number % 3], "CLUSTER", "MYID"), "ascii")
@@ -118,13 +118,13 @@ sentinel parallel-syncs {service} 2
 
 
 def _start(stack: ExitStack, *arguments: str, bus: bool = False) -> Node:
-    port = _free_port(bus=bus)
+    port = free_port(bus=bus)
     named = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", *arguments)
     return _started(stack, port, lambda home: (*named, "--dir", str(home)))
 
 
 def _start_sentinel(stack: ExitStack, primary: int) -> Node:
-    port = _free_port(bus=False)
+    port = free_port()
 
     def arguments(home: Path) -> tuple[str, ...]:
         file = home / "sentinel.conf"
@@ -152,21 +152,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-
-
-def _free_port(*, bus: bool) -> int:
-    """A port that is free now, with the one that a cluster's nodes talk on."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            if not bus:
-                return port
-            try:
-                second.bind(("127.0.0.1", port + _BUS))
-            except (OSError, OverflowError):
-                continue
-            return port
 
 
 def _ask(node: Node, *words: Any) -> Any:

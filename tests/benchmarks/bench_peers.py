@@ -29,8 +29,9 @@ import httpx
 import uvloop
 
 from tests.benchmarks.bench_gateway import POLICY, Bench, Served, Size
-from tests.end_to_end.engine_process import EngineProcess, free_port, simulated
+from tests.end_to_end.engine_process import EngineProcess, simulated
 from tests.end_to_end.gateway_process import GatewayProcess
+from tests.ports import free_port
 
 PEERS = Path(__file__).parents[2] / ".venv" / "peers"
 MODEL = "fast"

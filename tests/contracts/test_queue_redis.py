@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import re
-import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
@@ -44,6 +43,7 @@ from gateway.queue.base import (
 from gateway.queue.keys import SCHEMA, TABLE, pool_channel, schema_key, session_channel
 from gateway.queue.redis_queue import RedisQueue, connect
 from policies.vocabulary import BodyAt, Grant, Work
+from tests.ports import free_port
 from tests.queue_checks import check_keys
 from tests.redis_servers import KINDS, Server, binary, serving
 
@@ -169,12 +169,6 @@ async def test_a_cluster_node_takes_every_call() -> None:
 async def cluster_state(queue: RedisQueue) -> str:
     info: dict[str, str] = await queue._client.execute_command("CLUSTER INFO")  # type: ignore[no-untyped-call]
     return info["cluster_state"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_scripts_are_sent_again_to_a_server_that_dropped_them(valkey: Server) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,6 @@ import httpx
 START_S = 60.0
 STOP_S = 10.0
 WAIT_S = 10.0
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing holds now, for an engine that has to come back to it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class EngineProcess:

@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from tests.end_to_end.conftest import Stage, StartGateway, engines_yaml
-from tests.end_to_end.engine_process import EngineProcess, eventually, free_port, simulated
+from tests.end_to_end.engine_process import EngineProcess, eventually, simulated
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.scripted_engine import (
     DONE,
@@ -32,6 +32,7 @@ from tests.end_to_end.scripted_engine import (
 )
 from tests.end_to_end.two_gateways import holders
 from tests.gateway.ingress.raw_client import Answer, RawClient, request
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.many]
 

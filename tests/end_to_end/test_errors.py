@@ -42,6 +42,7 @@ from tests.end_to_end.scripted_engine import (
     stream,
 )
 from tests.gateway.ingress.raw_client import Answer, RawClient, request
+from tests.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -452,13 +453,6 @@ class LateEngine:
 
 
 STEPS = ("refused", "silent", "unhealthy", "saturated", "ready")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 async def last_state(gateway: GatewayProcess) -> str:

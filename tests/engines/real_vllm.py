@@ -18,7 +18,7 @@ import httpx
 
 from gateway.bench import vllm_cpu
 from gateway.bench.vllm_cpu import START_S
-from tests.end_to_end.engine_process import free_port
+from tests.ports import free_port
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv" / "vllm"
 MODEL = "tiny"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from gateway.observe.shipped import export
-from tests.end_to_end.engine_process import free_port
+from tests.ports import free_port
 
 READY_S = 60.0
 STOP_S = 20.0

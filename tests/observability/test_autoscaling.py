@@ -10,9 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.engine_process import eventually, free_port, simulated
+from tests.end_to_end.engine_process import eventually, simulated
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.observability.prometheus import Prometheus, monitoring
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.observability, pytest.mark.timeout(120)]
 

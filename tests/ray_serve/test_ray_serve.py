@@ -18,8 +18,9 @@ import pytest_asyncio
 from openai import APIError, AsyncOpenAI, AsyncStream
 from openai.types import Completion
 
-from tests.end_to_end.engine_process import EngineProcess, eventually, free_port
+from tests.end_to_end.engine_process import EngineProcess, eventually
 from tests.end_to_end.gateway_process import GatewayProcess
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
