@@ -92,9 +92,9 @@ class Overview:
             "public_url": self._public_url(),
             "policy_version": self._store.current.version,
             "leads": self._presence.leads,
-            "queued": {name: self._dispatcher.depth(name) for name in self._store.current.classes},
+            "queued": {name: self._dispatcher.queued.depth(name) for name in self._store.current.classes},
             "engines": [self._engine_status(engine, now_s) for engine in self._roster],
-            "dispatch_batches": [asdict(batch) for batch in self._dispatcher.latest_batches],
+            "dispatch_batches": [asdict(batch) for batch in self._dispatcher.planner.latest_batches],
             "decisions": [asdict(decision) for decision in self._decisions],
         }
 
@@ -184,11 +184,11 @@ class Overview:
         """What waits, and by what: the guards are asked of each engine for a typical work of each class."""
         pool_s = self._clock.pool_s()
         telemetry.queue(
-            {name: self._dispatcher.depth(name) for name in policy.classes},
-            {name: pool_s - work.accepted_s for name, work in self._dispatcher.oldest().items()},
-            by_tenant=self._dispatcher.tenant_depths(),
+            {name: self._dispatcher.queued.depth(name) for name in policy.classes},
+            {name: pool_s - work.accepted_s for name, work in self._dispatcher.queued.oldest().items()},
+            by_tenant=self._dispatcher.queued.by_tenant,
         )
-        asked = [work for name in policy.classes if (work := self._dispatcher.typical(name)) is not None]
+        asked = [work for name in policy.classes if (work := self._dispatcher.queued.typical(name)) is not None]
         views = self._roster.views(self._clock.now_s()) if self._presence.leads else ()
         telemetry.guards(
             {

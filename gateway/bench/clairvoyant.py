@@ -65,7 +65,7 @@ class Clairvoyant(Unlearning):
         if work.prompt_tokens < request.prompt_tokens:  # the round asks whether the least work would find room
             request = replace(request, prompt_tokens=max(1, work.prompt_tokens), output_tokens=work.max_tokens or 1)
         if work.class_name == BULK:
-            if leader.dispatcher.depth(INTERACTIVE):
+            if leader.dispatcher.queued.depth(INTERACTIVE):
                 return REFUSED[Guard.TTFT]
             bound = one.judge(request, engine, leader)
             if bound is Guard.NONE:

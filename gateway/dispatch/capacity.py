@@ -98,7 +98,7 @@ class Capacity:
         models = sorted({model for engine in self._roster for model in engine.models})
         return {
             "prompt_tokens": USUAL_PROMPT_TOKENS,
-            "waiting": {name: self._dispatcher.depth(name) for name in policy.classes},
+            "waiting": {name: self._dispatcher.queued.depth(name) for name in policy.classes},
             "fits": {
                 name: {model: self._fit(name, model, USUAL_PROMPT_TOKENS).inputs for model in models}
                 for name in policy.classes
@@ -145,7 +145,7 @@ class Capacity:
         return found
 
     def _waiting(self, class_name: str) -> int:
-        here = self._dispatcher.depth(class_name)
+        here = self._dispatcher.queued.depth(class_name)
         return here if self._presence.leads else max(here, int(self._told.get("waiting", {}).get(class_name, 0)))
 
 

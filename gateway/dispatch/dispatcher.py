@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
 
 from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
@@ -33,86 +31,45 @@ from gateway.control.roster import Engine, Roster
 from gateway.dispatch.credit import CreditBook
 from gateway.dispatch.journal import Journal
 from gateway.dispatch.ledger import Ledger, Progress
+from gateway.dispatch.planner import Meter, Planner, Sink
+from gateway.dispatch.queued import LOOK_AHEAD_OTHER, Queued
 from gateway.dispatch.steward import Hearing, Steward
 from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport, Vitals
-from policies.dispatching import Placement, look_for_room, place_one, plan_batches
-from policies.estimators.alone import Alone
-from policies.estimators.pace import Pace
-from policies.estimators.prefix_caches import PrefixCaches
-from policies.ordering import TenantCounters, late_by_class, urgent
-from policies.ordering.feasibility import Outlook
-from policies.ordering.shedding import Infeasible, Shedding
+from policies.dispatching import Placement
+from policies.ordering.shedding import Infeasible
 from policies.placement import eligible, suited
-from policies.preemption import by_memory, plan_recalls
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingPolicy
-from policies.vocabulary import Action, Decision, DispatchBatch, Grant, Guard, Outcome, Work
+from policies.vocabulary import Action, Decision, Grant, Guard, Outcome, Work
 
 TICK_S = 0.25
 GRANT_VALID_S = 5.0
-LOOK_AHEAD_TTFT_CLASS = 512
-LOOK_AHEAD_OTHER = 64
-BATCHES_KEPT = 64
-
-Sink = Callable[[Decision], None]
-"""Where decisions are told: the telemetry, the recorder, the console. Called synchronously; must not raise."""
-
-
-class Meter(Protocol):
-    """Where the dispatcher's own figures are counted. Called synchronously; must not raise."""
-
-    def decided(self, kind: str, seconds: float) -> None:
-        """A decision took so long; kind is "round" or "arrival"."""
-        ...
-
-    def dispatched(self, batch: DispatchBatch) -> None:
-        """One round sends this to one engine."""
-        ...
-
-
-class Unmetered:
-    """Counts nothing."""
-
-    def decided(self, kind: str, seconds: float) -> None: ...
-
-    def dispatched(self, batch: DispatchBatch) -> None: ...
 
 
 class Dispatcher:
     """See the module header. One per pool and process; decides only while `presence.leads`."""
 
     __slots__ = (
-        "_alone",
-        "_caches",
         "_clock",
         "_credit",
         "_deciding",
         "_deliver",
-        "_depths",
         "_in_vain",
         "_journal",
-        "_latest",
         "_ledger",
-        "_looked_at",
-        "_meter",
-        "_overdue",
-        "_pace",
         "_presence",
         "_queue",
-        "_refuse",
         "_rng",
         "_roster",
-        "_shedding",
         "_sink",
         "_sizing",
         "_steward",
         "_store",
         "_took_over",
         "_uncertain",
-        "_waiting_here",
         "_wake",
-        "latest_batches",
-        "tenants",
+        "planner",
+        "queued",
     )
 
     def __init__(
@@ -146,20 +103,11 @@ class Dispatcher:
         self._clock = clock
         self._rng = rng
         self._deliver = deliver
-        self._refuse = refuse
         self._sink = sink
-        self._meter = meter or Unmetered()
-        self.tenants = TenantCounters()
-        self.latest_batches: deque[DispatchBatch] = deque(maxlen=BATCHES_KEPT)
-        self._pace = Pace()
-        self._alone = Alone()
-        self._caches = PrefixCaches()
-        self._shedding = Shedding()
-        self._depths: Mapping[tuple[str, str], int] = {}
-        self._looked_at: Sequence[Work] = ()
-        self._latest: dict[str, Work] = {}
-        self._waiting_here: dict[str, int] = {}
-        self._overdue = False
+        self.queued = Queued()
+        self.planner = Planner(
+            sizing=sizing, roster=roster, ledger=ledger, clock=clock, rng=rng, refuse=refuse, sink=sink, meter=meter
+        )
         self._in_vain = 0
         self._uncertain: dict[tuple[str, int], Grant] = {}
         self._took_over = 0
@@ -172,18 +120,13 @@ class Dispatcher:
     def start_now(self, work: Work) -> Grant | None:
         """Grant a work that nothing waits before, without a round trip; None: it has to wait in the queue."""
         policy = self._store.current
-        if self._others_first(work, policy):
+        if self.queued.comes_before(work, policy):
             return None
         if self._presence.sole:
-            if not self._decides or self._overdue:
+            if not self._decides or self.queued.overdue:
                 return None
-            now_s, begun_s = self._clock.pool_s(), self._clock.now_s()
-            views = self._roster.views(begun_s)
-            draw = self._rng.random()
-            placement = place_one(
-                work, views, self._sizing, policy, now_s, draw, tenants=self.tenants, caches=self._caches
-            )
-            self._meter.decided("arrival", self._clock.now_s() - begun_s)
+            now_s = self._clock.pool_s()
+            placement = self.planner.place(work, policy, now_s)
             return None if placement is None else self._grant(placement, now_s)
         return self._start_on_credit(work, policy)
 
@@ -217,7 +160,7 @@ class Dispatcher:
         self._found(grant)
         if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:
             self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
-            self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
+            self.planner.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
         self._take(work, grant.engine, grant.attempt)
 
     def honours(self, grant: Grant) -> bool:
@@ -259,16 +202,12 @@ class Dispatcher:
 
     def entered(self, work: Work) -> None:
         """A work began to wait in the queue."""
-        self._waiting_here[work.class_name] = self._waiting_here.get(work.class_name, 0) + 1
+        self.queued.entered(work)
         self.wake()
 
     def left(self, work: Work) -> None:
         """A work stopped waiting: granted, cancelled or refused."""
-        self._waiting_here[work.class_name] -= 1
-
-    def alone_s(self, model: str, prompt_tokens: int) -> float | None:
-        """What a prompt of this size takes to its first token on an idle engine; None: nobody has seen one yet."""
-        return self._alone.seconds(model, prompt_tokens)
+        self.queued.left(work)
 
     def attach(self, grant: Grant, progress: Progress) -> None:
         """An attempt runs; its live token counter feeds the ledger."""
@@ -279,7 +218,7 @@ class Dispatcher:
         self._ledger[grant.engine].first_token(grant.work_id, grant.attempt)
         now_s = self._clock.pool_s()
         self._journal.first_token(grant.work_id, grant.attempt, engine_ttft_s, int(now_s * 1000))
-        self._learn(now_s, FirstToken(work, grant.engine, engine_ttft_s, grant.attempt))
+        self.planner.learn(now_s, FirstToken(work, grant.engine, engine_ttft_s, grant.attempt))
         self.wake_if_waiting()
 
     def finished(self, work: Work, grant: Grant, outcome: Outcome | None) -> None:
@@ -291,7 +230,7 @@ class Dispatcher:
                 self._steward.finished(grant.engine, entry)
             self._known(grant)
             self._journal.ended(grant.work_id, grant.attempt, outcome, int(now_s * 1000))
-            self._learn(now_s, Finished(work, grant.engine, outcome, grant.attempt))
+            self.planner.learn(now_s, Finished(work, grant.engine, outcome, grant.attempt))
             self.wake_if_waiting()
             if not self._presence.sole:
                 self._presence.hurry()
@@ -306,45 +245,13 @@ class Dispatcher:
         self._wake.set()
 
     def wake_if_waiting(self) -> None:
-        if any(self._waiting_here.values()) or self._depths or self._uncertain:
+        if self.queued.any or self._uncertain:
             self._wake.set()
 
     @property
     def leads(self) -> bool:
         """This process decides for the pool."""
         return self._presence.leads
-
-    @property
-    def depth_seen(self) -> int:
-        """Works that the queue held at our last look."""
-        return sum(self._depths.values())
-
-    def depth(self, class_name: str) -> int:
-        """Works of a class waiting, as far as this process knows."""
-        seen = sum(count for (name, _tenant), count in self._depths.items() if name == class_name)
-        return max(self._waiting_here.get(class_name, 0), seen)
-
-    def depths(self) -> dict[str, int]:
-        """`depth` of every class with anything waiting."""
-        names = {name for name, _tenant in self._depths} | set(self._waiting_here)
-        return {name: self.depth(name) for name in names}
-
-    def tenant_depths(self) -> Mapping[tuple[str, str], int]:
-        """Works waiting by class and tenant, at our last look at the queue."""
-        return self._depths
-
-    def oldest(self) -> dict[str, Work]:
-        """Of each class with anything waiting, the work accepted first, as far as our last look went."""
-        found: dict[str, Work] = {}
-        for work in self._looked_at:
-            if self.depth(work.class_name):
-                first = found.get(work.class_name)
-                found[work.class_name] = work if first is None or work.accepted_s < first.accepted_s else first
-        return found
-
-    def typical(self, class_name: str) -> Work | None:
-        """A work of the class to explain its guards by: the oldest that waits, else the latest granted; None: neither."""
-        return self.oldest().get(class_name) or self._latest.get(class_name)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -375,78 +282,36 @@ class Dispatcher:
         elif not self._steward.alone:
             self._take_in(await self._steward.hear())
         policy = self._store.current
-        bounds = {name: LOOK_AHEAD_TTFT_CLASS for name, one in policy.classes.items() if one.has_ttft_objective}
-        waiting = await self._queue.peek(bounds=bounds, default_bound=LOOK_AHEAD_OTHER, now_ms=self._presence.now_ms())
-        self._depths, self._looked_at = waiting.depths, waiting.works
+        waiting = await self._queue.peek(
+            bounds=self.queued.bounds(policy), default_bound=LOOK_AHEAD_OTHER, now_ms=self._presence.now_ms()
+        )
+        self.queued.looked(waiting)
         if not self._decides:
             return False
         policy = self._store.current  # it may have changed while we read, and the sizing policy with it
         now_s = self._clock.pool_s()
-        self._overdue = policy.any_overdue(waiting.works, now_s)
+        self.queued.overdue = policy.any_overdue(waiting.works, now_s)
         # A grant to a process that does not read it would hold a place until its session is over, and as long again.
         silent = {owner for owner in set(waiting.owners.values()) if self._steward.silent(owner)}
-        fresh: Sequence[Work] = waiting.works
-        if silent or self._uncertain:
-            fresh = [
-                work
-                for work in fresh
-                if waiting.owners.get(work.id) not in silent and (work.id, work.attempt + 1) not in self._uncertain
-            ]
+        fresh = self.queued.apart_from(silent, waiting.owners)
+        if self._uncertain:
+            fresh = [work for work in fresh if (work.id, work.attempt + 1) not in self._uncertain]
         if not self._steward.alone:  # what its owner has started on its share waits in the store still
             fresh = [work for work in fresh if not self._steward.runs(work.id, work.attempt + 1)]
         placements: list[Placement] = []
         due: list[Work] = []
         if fresh:
-            begun_s = self._clock.now_s()
-            placements, due = self._plan(fresh, policy, now_s)
-            self._meter.decided("round", self._clock.now_s() - begun_s)
+            placements, due = self.planner.plan(fresh, policy, now_s)
         # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
         repeated = [replace(grant, expires_s=now_s + GRANT_VALID_S) for grant in self._uncertain.values()]
         grants = [*repeated, *(self._grant(placement, now_s) for placement in placements)]
-        self._make_way(due, policy, now_s)
+        self.planner.make_way(due, policy, now_s)
         if not grants:
             return False
         await self._claim(grants)
         if self._in_vain > 1:
             self._wake.clear()  # another process leads by now, or will soon: look again with the next tick
         return bool(placements) and not self._in_vain
-
-    def _plan(self, fresh: Sequence[Work], policy: Policy, now_s: float) -> tuple[list[Placement], list[Work]]:
-        """What starts now, and who with an objective still waits then, in order, where giving up others could help.
-
-        Most rounds find no room: what orders works is asked only when some can start, be refused or gain from a recall.
-        """
-        views = self._roster.views(self._clock.now_s())
-        draw = self._rng.random()
-        names = sorted({work.class_name for work in fresh})
-        full = look_for_room(names, views, self._sizing, now_s)
-        due: list[Work] = []
-        if any(
-            one.has_ttft_objective
-            and (name not in full.shut or one.on_infeasible != "late" or by_memory(full.refusals[name].values()))
-            for name, one in ((name, policy.class_policy(name)) for name in names)
-        ):
-            outlook = Outlook(urgent(fresh, policy, self.tenants), views, self._pace, now_s, never=policy.relative)
-            due = outlook.order(policy)
-            if refused := self._refuse_infeasible(outlook, policy, now_s):
-                due = [work for work in due if work.id not in refused]
-        placements, batches = plan_batches(
-            fresh,
-            views,
-            self._sizing,
-            policy,
-            now_s,
-            draw,
-            tenants=self.tenants,
-            due=due,
-            full=full,
-            caches=self._caches,
-        )
-        self.latest_batches.extend(batches)
-        for batch in batches:
-            self._meter.dispatched(batch)
-        placed = {placement.work.id for placement in placements}
-        return placements, [work for work in due if work.id not in placed]
 
     async def _claim(self, grants: list[Grant]) -> None:
         """Make grants the works' state. A reply lost twice leaves them reserved until the next round repeats them."""
@@ -480,36 +345,6 @@ class Dispatcher:
         except QueueUnavailable:
             return await self._queue.claim_many(grants, now_ms=self._presence.now_ms())
 
-    def _make_way(self, waiting: list[Work], policy: Policy, now_s: float) -> None:
-        """Give up works that run here for those with an objective that wait for memory alone."""
-        if not waiting:
-            return
-        recalls = plan_recalls(
-            waiting,
-            self._roster.views(self._clock.now_s()),
-            self._sizing,
-            policy,
-            now_s,
-            lambda engine: self._ledger[engine].recallable(),
-        )
-        for one in recalls:
-            self._sink(one.decision)
-            for victim in one.victims:
-                self._ledger[one.engine].recall(victim.work.id, victim.attempt)
-
-    def _refuse_infeasible(self, outlook: Outlook, policy: Policy, now_s: float) -> set[str]:
-        """Refuse what cannot be in time where its class says so; ids of those that heard it. Works of other processes
-        keep their place behind the rest: their owners give them up at their deadlines."""
-        refused: set[str] = set()
-        for one in self._shedding.refusals(outlook, policy, now_s):
-            work = one.work
-            if not self._refuse(one):
-                continue
-            refused.add(work.id)
-            self._shedding.refused(work.tenant, now_s, by_size=one.by_size)
-            self._sink(one.decision(policy, now_s))
-        return refused
-
     def _grant(self, placement: Placement, now_s: float) -> Grant:
         work, engine = placement.work, placement.engine
         attempt = work.attempt + 1
@@ -517,43 +352,21 @@ class Dispatcher:
             # The store lost its data between our claim and the answer, and was told of this work as waiting.
             return Grant(work.id, runs_on, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
         self._count(work, engine, attempt, now_s)
-        self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
-        if work.deadline_s is not None:
-            self._shedding.granted(work.tenant, now_s)
+        self.planner.granted(work, self._store.current, now_s)
         self._sink(placement.decision)
         return Grant(work.id, engine, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
 
     def _count(self, work: Work, engine: str, attempt: int, now_s: float) -> None:
         """Count an attempt from now on: in the ledger, and with whoever decides by what runs."""
         self._ledger[engine].add(work, attempt, now_s)
-        self._learn(now_s, Granted(work, engine, attempt))
-        self._latest[work.class_name] = work
+        self.planner.learn(now_s, Granted(work, engine, attempt))
+        self.queued.granted(work)
 
     def _take(self, work: Work, engine: str, attempt: int) -> None:
         """An attempt that is counted is for this process to run, from now on."""
         now_s = self._clock.pool_s()
         self._ledger[engine].entries[work.id, attempt].taken_s = now_s
         self._journal.began(work, engine, attempt, int(now_s * 1000))
-
-    def _learn(self, at_s: float, event: Granted | FirstToken | Finished) -> None:
-        """Tell whoever decides by what happens to single attempts, here or in another process."""
-        work = event.work
-        match event:
-            case Granted():
-                self._pace.granted(event.engine, work, event.attempt, at_s)
-                self._caches.granted(event.engine, work)
-            case FirstToken():
-                self._alone.first_token(work.model, work.prompt_tokens, event.engine_ttft_s)
-                self._pace.first_token(work.id, event.attempt, at_s)
-            case Finished():
-                self._pace.ended(work.id, event.attempt)
-                self.tenants.on_event(work, event.outcome)
-        self._sizing.on_event(event, at_s)
-
-    def _others_first(self, work: Work, policy: Policy) -> bool:
-        """True when a work of the same or a more urgent class waits."""
-        own = _place(policy, work.class_name)
-        return any(count and _place(policy, name) <= own for name, count in self._waiting_here.items())
 
     async def _listen(self) -> None:
         async for _ in self._queue.bell(None):
@@ -564,7 +377,7 @@ class Dispatcher:
             await asyncio.sleep(TICK_S * self._rng.uniform(0.9, 1.0))
             self._ledger.refresh()
             now_s = self._clock.pool_s()
-            queued, late = self.depths(), self._late(now_s)
+            queued, late = self.queued.depths(), self.queued.late(self._store.current, now_s)
             for view in self._roster.views(self._clock.now_s()):
                 running = chain(self._ledger[view.name].progress(), self._steward.running(view.name))
                 self._sizing.on_event(Progressed(view.name, running), now_s)
@@ -597,15 +410,14 @@ class Dispatcher:
             self._took_over = _BEGUN
             self._forget_others()
             for work in await self._steward.take_over():
-                self.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
+                self.planner.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
             self._take_in(await self._steward.hear())
         self._took_over = epoch
 
     def _step_down(self) -> None:
         """Another process leads: forget what only a leader counts."""
         self._took_over = 0
-        self._depths, self._looked_at = {}, ()
-        self._overdue = False
+        self.queued.forget_look()
         self._forget_others()
 
     def _forget_others(self) -> None:
@@ -625,23 +437,19 @@ class Dispatcher:
         else:
             self._take_in(await self._steward.hear())
         if self._decides:
-            late = self._late(self._clock.pool_s())
-            waiting = {name: self.depth(name) - late.get(name, 0) for name in self._store.current.classes}
+            late = self.queued.late(self._store.current, self._clock.pool_s())
+            waiting = {name: self.queued.depth(name) - late.get(name, 0) for name in self._store.current.classes}
             await self._steward.give(waiting, self._credit.started)
-
-    def _late(self, now_s: float) -> Mapping[str, int]:
-        return late_by_class(self._looked_at, self._depths, self._store.current, now_s)
 
     def _take_in(self, hearing: Hearing) -> None:
         """Learn from what happened elsewhere as from what happens here."""
         for entry in hearing.handed_over:
-            self._pace.ended(entry.work.id, entry.work.attempt + 1)
-            self.tenants.on_event(entry.work, None)
+            self.planner.untold(entry.work)
         now_s, policy = self._clock.pool_s(), self._store.current
         for at_s, event in hearing.news:
             if isinstance(event, Granted):
-                self.tenants.granted(event.work, policy.tenant(event.work.tenant).weight)
-            self._learn(min(at_s, now_s), event)
+                self.planner.tenants.granted(event.work, policy.tenant(event.work.tenant).weight)
+            self.planner.learn(min(at_s, now_s), event)
 
     def _start_on_credit(self, work: Work, policy: Policy) -> Grant | None:
         if not policy.class_policy(work.class_name).has_ttft_objective:
@@ -658,7 +466,7 @@ class Dispatcher:
         pool_s = self._clock.pool_s()
         attempt = work.attempt + 1
         self._count(work, engine, attempt, pool_s)
-        self.tenants.granted(work, policy.tenant(work.tenant).weight)
+        self.planner.tenants.granted(work, policy.tenant(work.tenant).weight)
         self._take(work, engine, attempt)
         self._steward.spent(self._credit.started)
         self._sink(
@@ -704,14 +512,8 @@ class Dispatcher:
         return key in self._ledger[grant.engine].entries
 
     def __repr__(self) -> str:
-        return f"<Dispatcher waiting={self.depths()} {self._ledger!r}>"
+        return f"<Dispatcher waiting={self.queued.depths()} {self._ledger!r}>"
 
 
 _BEGUN = -1
 """A take-over that has not come to its end: no epoch, and nothing to decide by, but others are counted."""
-
-
-def _place(policy: Policy, class_name: str) -> int:
-    """How early a class's turn comes; one that the policy no longer names comes last."""
-    order = policy.precedence
-    return order.index(class_name) if class_name in order else len(order)

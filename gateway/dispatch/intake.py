@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gateway.clock import Clock
 from gateway.dispatch.affinity import Affinity
-from gateway.dispatch.dispatcher import Sink
+from gateway.dispatch.planner import Sink
 from gateway.errors import Refusal
 from gateway.exchange import Exchange
 from gateway.instruments import CLASSIFIED

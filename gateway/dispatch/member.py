@@ -21,9 +21,10 @@ from gateway.control.presence import Presence
 from gateway.control.roster import Engine, Roster
 from gateway.dispatch.capacity import Capacity
 from gateway.dispatch.credit import CreditBook
-from gateway.dispatch.dispatcher import Dispatcher, Meter, Sink
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.ledger import Ledger
 from gateway.dispatch.owner import Owner
+from gateway.dispatch.planner import Meter, Sink
 from gateway.dispatch.steward import Steward
 from gateway.logs import Log
 from gateway.queue.base import Expired, Queue, Renewed, SessionReport
@@ -162,7 +163,7 @@ class Member:
     def _learned(self) -> Mapping[str, object]:
         return {
             "sizing": self._sizing.snapshot(),
-            "tenants": self.dispatcher.tenants.snapshot(),
+            "tenants": self.dispatcher.planner.tenants.snapshot(),
             "capacity": self.capacity.publish(),
         }
 
@@ -175,7 +176,7 @@ class Member:
     def _restore(self, learned: Mapping[str, object]) -> None:
         parts = (
             ("sizing", self._sizing.restore),
-            ("tenants", self.dispatcher.tenants.restore),
+            ("tenants", self.dispatcher.planner.tenants.restore),
             ("behaviours", self._behaviours.restore),
         )
         for part, restore in parts:

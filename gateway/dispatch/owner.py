@@ -404,7 +404,7 @@ class Owner:
         old = [work for work in waiting if now_s - work.accepted_s > RECONCILE_S]
         losses = self._losses()
         rebuild = losses != self._written_at
-        if rebuild or (self._presence.leads and len(old) > self._dispatcher.depth_seen):
+        if rebuild or (self._presence.leads and len(old) > self._dispatcher.queued.seen):
             await self._write_again(waiting if rebuild else old)
             self._written_at = losses  # of before: what was lost meanwhile is written again the next time
 

@@ -25,12 +25,13 @@ from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
 from gateway.dispatch.capacity import Capacity
 from gateway.dispatch.course import Course, deadline_met, sla_met
-from gateway.dispatch.dispatcher import Dispatcher, Sink
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.faults import Fault, blame
 from gateway.dispatch.flow import Flow
 from gateway.dispatch.follow_ups import FollowUps
 from gateway.dispatch.intake import CLIENTS_SHARE, Intake
 from gateway.dispatch.owner import NO_BOUND, Owner, QueueFull, TooLate
+from gateway.dispatch.planner import Sink
 from gateway.dispatch.relay import AttemptEnd, Relay
 from gateway.dispatch.reply import Outlet, Reply
 from gateway.dispatch.retries import RetryBudget
@@ -106,7 +107,7 @@ class Service:
         )
         self._intake = Intake(
             aliases=dict(settings.aliases),
-            alone_s=dispatcher.alone_s,
+            alone_s=dispatcher.planner.alone_s,
             affinity=self._affinity,
             sink=sink,
             telemetry=telemetry,
@@ -212,7 +213,7 @@ class Service:
             return
         refused = admit(
             work.class_name,
-            depth=self._dispatcher.depth(work.class_name),
+            depth=self._dispatcher.queued.depth(work.class_name),
             policy=policy,
             served_per_s=self._flow.per_s(work.class_name, self._clock.now_s()),
             draw=self._rng.random(),
@@ -300,7 +301,7 @@ class Service:
             return None
         except QueueFull:
             course.result = Result.SHED
-            depth = self._dispatcher.depth(work.class_name)
+            depth = self._dispatcher.queued.depth(work.class_name)
             refused = shed(
                 work.class_name,
                 depth=depth,
@@ -319,7 +320,7 @@ class Service:
                 return None
             course.result = Result.SHED
             retry_s = retry_after_s(
-                self._dispatcher.depth(work.class_name),
+                self._dispatcher.queued.depth(work.class_name),
                 bound=bounds[work.class_name],
                 served_per_s=self._flow.per_s(work.class_name, self._clock.now_s()),
                 draw=self._rng.random(),
@@ -337,7 +338,9 @@ class Service:
         course.result = Result.SHED
         if infeasible is None:
             served_per_s = self._flow.per_s(work.class_name, self._clock.now_s())
-            wait = wait_s(self._dispatcher.depth(work.class_name), bound=one.max_queue, served_per_s=served_per_s)
+            wait = wait_s(
+                self._dispatcher.queued.depth(work.class_name), bound=one.max_queue, served_per_s=served_per_s
+            )
             raise refusals.infeasible(work, one, spread_retry_s(wait, draw=self._rng.random()), None)
         predicted_s = self._clock.now_s() - exchange.accepted_s + infeasible.first_token_in_s
         retry_s = spread_retry_s(infeasible.feasible_in_s, draw=self._rng.random())

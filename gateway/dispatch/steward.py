@@ -141,14 +141,17 @@ class Steward:
         runs here, and what it did not it refuses from now on. Raises QueueUnavailable.
         """
         now_s = self._clock.pool_s()
+        self._over.clear()
         # Credit that has run out since may have been used, and the share that came with it may still be.
         since_ms = self._presence.now_ms() - int(RESERVED_S * 1000)
         standing = await self._queue.standing(now_ms=since_ms)
-        reports = (await self._queue.hear(now_ms=since_ms)).reports
+        reports = self._not_over((await self._queue.hear(now_ms=since_ms)).reports)
         self._others.clear()
         self._heard_seq = 0
         works: list[Work] = []
         for one in standing.outstanding:
+            if one.claimed.owner.id in self._over:
+                continue
             ledger, key = self._ledger[one.grant.engine], (one.work.id, one.grant.attempt)
             if one.claimed.owner != self._presence.session and key not in ledger.entries:
                 ledger.add(one.work, one.grant.attempt, now_s)
@@ -162,8 +165,7 @@ class Steward:
         """Read all reports and events, and bring the ledger up to them. Raises QueueUnavailable."""
         self._over.clear()
         heard = await self._queue.hear(now_ms=self._presence.now_ms(), after_seq=self._heard_seq)
-        # One that ended while the store was asked may be in its answer still: counted again, it would be kept for as lost.
-        reports = {session: report for session, report in heard.reports.items() if session.id not in self._over}
+        reports = self._not_over(heard.reports)
         self._heard_seq = heard.seq
         now_s = self._clock.pool_s()
         hearing = Hearing()
@@ -195,6 +197,10 @@ class Steward:
         taken += await self._drop_settled(now_s)
         hearing.news.sort(key=_when)
         return hearing
+
+    def _not_over(self, reports: Mapping[Session, SessionReport]) -> dict[Session, SessionReport]:
+        """One that ended while the store was asked may be in its answer still: counted again, it would be kept for as lost."""
+        return {session: report for session, report in reports.items() if session.id not in self._over}
 
     def finished(self, engine: str, entry: Entry) -> None:
         """An attempt that was sent from this process has ended."""

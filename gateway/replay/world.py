@@ -28,8 +28,8 @@ from dataclasses import dataclass, field, replace
 
 from backends.simulated import sequence as simulated
 from backends.simulated.blocks import BLOCK_TOKENS
-from gateway.dispatch.dispatcher import LOOK_AHEAD_OTHER
 from gateway.dispatch.owner import QueueFull, TooLate
+from gateway.dispatch.queued import LOOK_AHEAD_OTHER
 from gateway.dispatch.service import MAX_ATTEMPTS
 from gateway.exchange import Facts
 from gateway.logs import Log
@@ -279,7 +279,7 @@ class World:
             kv_used_fraction=scheduler.kv_used_fraction,
             in_flight=dict(view.in_flight),
             windows={name: first.sizing.window(view, name).requests for name in self.plan.policy.classes},
-            queued=dict(sorted(first.dispatcher.depths().items())),
+            queued=dict(sorted(first.dispatcher.queued.depths().items())),
         )
 
     async def _until_over(self) -> None:
@@ -307,7 +307,7 @@ class World:
         self.courses[course.work.id] = course
         refused = admit(
             name,
-            depth=replica.dispatcher.depth(name),
+            depth=replica.dispatcher.queued.depth(name),
             policy=policy,
             served_per_s=replica.flow.per_s(name, self.loop.time()),
             draw=self._rng.random(),
@@ -321,7 +321,7 @@ class World:
         accepted_s, policy = replica.clock.pool_s(), self.plan.policy
         class_name = request.class_name
         prompt_tokens = self._estimated(request.prompt_tokens)
-        alone_s = replica.dispatcher.alone_s(MODEL, prompt_tokens)
+        alone_s = replica.dispatcher.planner.alone_s(MODEL, prompt_tokens)
         if not class_name:
             facts = Facts(model=MODEL, stream=True, prompt_tokens=prompt_tokens)
             caller = Caller(tenant=request.tenant, path=PATH)

@@ -226,6 +226,22 @@ def test_a_process_that_is_over_is_not_counted_again_for_an_answer_from_before()
     assert {session.id for session in pool.engine.ledger.sessions_elsewhere()} <= {"other"}
 
 
+def test_a_process_that_is_over_while_another_takes_over_is_not_counted() -> None:
+    pool = Pool(["dead", "other"])
+    queue = pool.queue = pool.steward._queue = EndingSessions(lambda: int(pool.now_s * 1000))
+    dead, other = pool.holders
+    dead.running = 4
+    dead.renew()
+    other.renew()
+
+    queue.ends = dead
+    now(pool.steward.take_over())
+    pool.tick()
+
+    assert {session.id for session in {**pool.steward._others, **pool.steward._lost}} == {"other"}
+    assert {session.id for session in pool.engine.ledger.sessions_elsewhere()} <= {"other"}
+
+
 def test_a_process_that_is_idle_in_a_busy_moment_has_a_floor_to_start_on_once_it_is_cut_off() -> None:
     pool = Pool(["busy", "idle"])
     pool.beat()

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from backends.base import ModelCard, Probe
-from gateway.clock import PoolClock
-from gateway.control.policy_store import PolicyStore
-from gateway.control.roster import Engine, Roster
-from gateway.dispatch.ledger import Ledger
-from gateway.dispatch.member import Member
 from gateway.queue.base import Claimed, QueueUnavailable
 from gateway.queue.memory_queue import MemoryQueue
-from gateway.settings import EngineSettings
-from policies.limits import FollowingSizing
 from policies.vocabulary import Grant, Work
-from tests.gateway.replay.quiet import QUIET
+from tests.gateway.members import member as made
 from tests.policies.worlds import policy
 
 POLICY = policy("version: 1\nclasses: {chat: {ttft_sla_s: 1}}\nsizing: {fixed: {total: 4, windows: {chat: 4}}}\n")
@@ -44,32 +34,9 @@ class Losing(MemoryQueue):
 
 
 async def test_an_attempt_that_runs_stays_in_the_ledger_when_the_leader_that_was_unsure_of_it_steps_down() -> None:
-    clock = PoolClock(lambda: 100.0, offset_s=0.0)
     queue = Losing(lambda: 100_000)
-    ledger = Ledger()
-    speaks: Any = SimpleNamespace(speaks=lambda _path: True, kind="vllm")
-    engine = Engine(EngineSettings("e", "http://e"), ledger["e"], 0.5, backend=speaks)
-    engine.heard(Probe(ready=True, models=(ModelCard("m", {}, None),)), 100.0)
-
-    async def never(_engine: Engine, _kind: str) -> Any:
-        raise AssertionError("the engine is open")
-
-    member = Member(
-        queue,
-        session_id="a",
-        sole=False,
-        candidate=True,
-        store=PolicyStore(None, log=QUIET, clock=clock, policy=POLICY),
-        sizing=FollowingSizing(POLICY),
-        roster=Roster([engine]),
-        ledger=ledger,
-        clock=clock,
-        rng=random.Random(1),
-        log=QUIET,
-        open_kind=never,
-        sink=lambda _decision: None,
-        on_heard=lambda _engine: None,
-    )
+    member = made(queue, "a", POLICY, candidate=True, now_s=lambda: 100.0)
+    ledger = member.dispatcher._ledger
     queue.meanwhile = member.owner._take_grants
     for now_ms in (1, 5_000):
         await queue.lead("nobody", now_ms=now_ms, valid_for_ms=5_000)

@@ -334,7 +334,7 @@ COVERED = (
         Mutant(
             "a claim that may have been made is decided anew",
             DISPATCHER + "_round",
-            " and (work.id, work.attempt + 1) not in self._uncertain",
+            " if (work.id, work.attempt + 1) not in self._uncertain",
             "",
             None,
             0,

@@ -72,7 +72,7 @@ PROCESS_MUTANTS = (
     Mutant(
         "what a flush has lost is not written again",
         OWNER + "_rewrite",
-        "rebuild or (self._presence.leads and len(old) > self._dispatcher.depth_seen)",
+        "rebuild or (self._presence.leads and len(old) > self._dispatcher.queued.seen)",
         "False",
         Invariant.NOT_FORGOTTEN,
         1,

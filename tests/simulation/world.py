@@ -269,7 +269,7 @@ class World:
                 f"{name}: requests in the listener": gateway.ingress.in_flight,
                 f"{name}: client connections": gateway.ingress.open_connections,
                 f"{name}: bodies held": gateway.ingress.bodies_held_bytes,
-                f"{name}: works in flight by tenant": gateway.dispatcher.tenants.in_flight("default"),
+                f"{name}: works in flight by tenant": gateway.dispatcher.planner.tenants.in_flight("default"),
             }
         return left
 

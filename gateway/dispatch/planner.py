@@ -1,0 +1,210 @@
+"""What a decision is made by, and the decision: a round's or one arrival's, from views of the engines and what was learned.
+
+All of it is synchronous, and pure but for what it has learned from single attempts: paces, first tokens on idle engines,
+beginnings that engines may keep, each tenant's share. The dispatcher reads the queue before and claims after.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from gateway.clock import Clock
+from gateway.control.roster import Roster
+from gateway.dispatch.ledger import Ledger
+from policies.dispatching import Placement, look_for_room, place_one, plan_batches
+from policies.estimators.alone import Alone
+from policies.estimators.pace import Pace
+from policies.estimators.prefix_caches import PrefixCaches
+from policies.ordering import TenantCounters, urgent
+from policies.ordering.feasibility import Outlook
+from policies.ordering.shedding import Infeasible, Shedding
+from policies.preemption import by_memory, plan_recalls
+from policies.schema import Policy
+from policies.sizing import Finished, FirstToken, Granted, SizingPolicy
+from policies.vocabulary import Decision, DispatchBatch, Work
+
+BATCHES_KEPT = 64
+
+Sink = Callable[[Decision], None]
+"""Where decisions are told: the telemetry, the recorder, the console. Called synchronously; must not raise."""
+
+
+class Meter(Protocol):
+    """Where the figures of decisions are counted. Called synchronously; must not raise."""
+
+    def decided(self, kind: str, seconds: float) -> None:
+        """A decision took so long; kind is "round" or "arrival"."""
+        ...
+
+    def dispatched(self, batch: DispatchBatch) -> None:
+        """One round sends this to one engine."""
+        ...
+
+
+class Unmetered:
+    """Counts nothing."""
+
+    def decided(self, kind: str, seconds: float) -> None: ...
+
+    def dispatched(self, batch: DispatchBatch) -> None: ...
+
+
+class Planner:
+    """See the module header. One for each dispatcher."""
+
+    __slots__ = (
+        "_alone",
+        "_caches",
+        "_clock",
+        "_ledger",
+        "_meter",
+        "_pace",
+        "_refuse",
+        "_rng",
+        "_roster",
+        "_shedding",
+        "_sink",
+        "_sizing",
+        "latest_batches",
+        "tenants",
+    )
+
+    def __init__(
+        self,
+        *,
+        sizing: SizingPolicy,
+        roster: Roster,
+        ledger: Ledger,
+        clock: Clock,
+        rng: random.Random,
+        refuse: Callable[[Infeasible], bool],
+        sink: Sink,
+        meter: Meter | None = None,
+    ) -> None:
+        """refuse tells the owner in this process; False when the work is not waiting here."""
+        self._sizing = sizing
+        self._roster = roster
+        self._ledger = ledger
+        self._clock = clock
+        self._rng = rng
+        self._refuse = refuse
+        self._sink = sink
+        self._meter = meter or Unmetered()
+        self.tenants = TenantCounters()
+        self.latest_batches: deque[DispatchBatch] = deque(maxlen=BATCHES_KEPT)
+        self._pace = Pace()
+        self._alone = Alone()
+        self._caches = PrefixCaches()
+        self._shedding = Shedding()
+
+    def place(self, work: Work, policy: Policy, now_s: float) -> Placement | None:
+        """Where a work that nothing waits before starts; None: nowhere now."""
+        begun_s = self._clock.now_s()
+        views = self._roster.views(begun_s)
+        draw = self._rng.random()
+        placement = place_one(work, views, self._sizing, policy, now_s, draw, tenants=self.tenants, caches=self._caches)
+        self._meter.decided("arrival", self._clock.now_s() - begun_s)
+        return placement
+
+    def plan(self, waiting: Sequence[Work], policy: Policy, now_s: float) -> tuple[list[Placement], list[Work]]:
+        """What starts now, and who with an objective still waits then, in order, where giving up others could help. Those
+        that cannot be in time are refused, where their class says so.
+
+        Most rounds find no room: what orders works is asked only when some can start, be refused or gain from a recall.
+        """
+        begun_s = self._clock.now_s()
+        views = self._roster.views(begun_s)
+        draw = self._rng.random()
+        names = sorted({work.class_name for work in waiting})
+        full = look_for_room(names, views, self._sizing, now_s)
+        due: list[Work] = []
+        if any(
+            one.has_ttft_objective
+            and (name not in full.shut or one.on_infeasible != "late" or by_memory(full.refusals[name].values()))
+            for name, one in ((name, policy.class_policy(name)) for name in names)
+        ):
+            outlook = Outlook(urgent(waiting, policy, self.tenants), views, self._pace, now_s, never=policy.relative)
+            due = outlook.order(policy)
+            if refused := self._refuse_infeasible(outlook, policy, now_s):
+                due = [work for work in due if work.id not in refused]
+        placements, batches = plan_batches(
+            waiting,
+            views,
+            self._sizing,
+            policy,
+            now_s,
+            draw,
+            tenants=self.tenants,
+            due=due,
+            full=full,
+            caches=self._caches,
+        )
+        self.latest_batches.extend(batches)
+        for batch in batches:
+            self._meter.dispatched(batch)
+        placed = {placement.work.id for placement in placements}
+        self._meter.decided("round", self._clock.now_s() - begun_s)
+        return placements, [work for work in due if work.id not in placed]
+
+    def make_way(self, due: Sequence[Work], policy: Policy, now_s: float) -> None:
+        """Give up works that run here for those with an objective that wait for memory alone."""
+        if not due:
+            return
+        recalls = plan_recalls(
+            due,
+            self._roster.views(self._clock.now_s()),
+            self._sizing,
+            policy,
+            now_s,
+            lambda engine: self._ledger[engine].recallable(),
+        )
+        for one in recalls:
+            self._sink(one.decision)
+            for victim in one.victims:
+                self._ledger[one.engine].recall(victim.work.id, victim.attempt)
+
+    def granted(self, work: Work, policy: Policy, now_s: float) -> None:
+        """A placement becomes a grant."""
+        self.tenants.granted(work, policy.tenant(work.tenant).weight)
+        if work.deadline_s is not None:
+            self._shedding.granted(work.tenant, now_s)
+
+    def learn(self, at_s: float, event: Granted | FirstToken | Finished) -> None:
+        """From what happens to single attempts, here or in another process."""
+        work = event.work
+        match event:
+            case Granted():
+                self._pace.granted(event.engine, work, event.attempt, at_s)
+                self._caches.granted(event.engine, work)
+            case FirstToken():
+                self._alone.first_token(work.model, work.prompt_tokens, event.engine_ttft_s)
+                self._pace.first_token(work.id, event.attempt, at_s)
+            case Finished():
+                self._pace.ended(work.id, event.attempt)
+                self.tenants.on_event(work, event.outcome)
+        self._sizing.on_event(event, at_s)
+
+    def untold(self, work: Work) -> None:
+        """The next attempt of a work was granted, and nobody will tell what comes of it."""
+        self._pace.ended(work.id, work.attempt + 1)
+        self.tenants.on_event(work, None)
+
+    def alone_s(self, model: str, prompt_tokens: int) -> float | None:
+        """What a prompt of this size takes to its first token on an idle engine; None: nobody has seen one yet."""
+        return self._alone.seconds(model, prompt_tokens)
+
+    def _refuse_infeasible(self, outlook: Outlook, policy: Policy, now_s: float) -> set[str]:
+        """Refuse what cannot be in time where its class says so; ids of those that heard it. Works of other processes
+        keep their place behind the rest: their owners give them up at their deadlines."""
+        refused: set[str] = set()
+        for one in self._shedding.refusals(outlook, policy, now_s):
+            work = one.work
+            if not self._refuse(one):
+                continue
+            refused.add(work.id)
+            self._shedding.refused(work.tenant, now_s, by_size=one.by_size)
+            self._sink(one.decision(policy, now_s))
+        return refused
