@@ -291,13 +291,14 @@ class Dispatcher:
         policy = self._store.current  # it may have changed while we read, and the sizing policy with it
         now_s = self._clock.pool_s()
         self.queued.overdue = policy.any_overdue(waiting.works, now_s)
+        alone = self._steward.alone
         # A grant to a process that does not read it would hold a place until its session is over, and as long again.
-        silent = {owner for owner in set(waiting.owners.values()) if self._steward.silent(owner)}
-        fresh = self.queued.apart_from(silent, waiting.owners)
+        owners = () if alone else set(waiting.owners.values())
+        fresh = self.queued.apart_from([one for one in owners if self._steward.silent(one)], waiting.owners)
+        if not alone:  # what its owner has started on its share waits in the store still
+            fresh = [work for work in fresh if not self._steward.runs(work.id, work.attempt + 1)]
         if self._uncertain:
             fresh = [work for work in fresh if (work.id, work.attempt + 1) not in self._uncertain]
-        if not self._steward.alone:  # what its owner has started on its share waits in the store still
-            fresh = [work for work in fresh if not self._steward.runs(work.id, work.attempt + 1)]
         placements: list[Placement] = []
         due: list[Work] = []
         if fresh:

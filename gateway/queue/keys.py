@@ -110,8 +110,9 @@ def session_of(part: str) -> tuple[str, int]:
     return name, int(epoch)
 
 
+@lru_cache(maxsize=4096)
 def session_from(part: str) -> Session:
-    """The session of `session_part`."""
+    """The session of `session_part`. Each of a look-ahead's works names its owner, and they are few."""
     name, epoch = session_of(part)
     return Session(unquote(name), epoch)
 
