@@ -214,8 +214,10 @@ class Dispatcher:
         self._ledger[grant.engine].attach(grant.work_id, grant.attempt, progress)
 
     def first_token(self, work: Work, grant: Grant, engine_ttft_s: float) -> None:
-        """An attempt showed its first token."""
+        """An attempt showed its first token. That of an answer told whole comes with its end, and says nothing of the prompt."""
         self._ledger[grant.engine].first_token(grant.work_id, grant.attempt)
+        if not work.streams:
+            return
         now_s = self._clock.pool_s()
         self._journal.first_token(grant.work_id, grant.attempt, engine_ttft_s, int(now_s * 1000))
         self.planner.learn(now_s, FirstToken(work, grant.engine, engine_ttft_s, grant.attempt))

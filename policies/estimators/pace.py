@@ -7,14 +7,16 @@ A single first token says little: it waited for a step under way and for prompts
 moment at which an idle engine is sent a prompt, in stretches of STRETCH_S at least, or until nothing is pending; and a
 stretch is believed by its tokens, since a short one is mostly the engine's steps. Independent of the sizing policy in force.
 
-An answer that is told whole shows no first token before its end. So a prompt is pending until its first token, and at most for
-`taken_in_factor` times what was predicted when it was sent, behind what was pending then. One that shows its first token later
-than that says how slow the engine has become.
+An answer that is told whole shows no first token. Its prompt is pending until one that was sent after it shows its own, since
+engines take prompts in as they come; and at most, like any other, for `taken_in_factor` times what was predicted when it was
+sent, behind what was pending then. When that time passes nothing was seen: the stretch under way teaches nothing, or the
+pace would follow its own predictions. A first token later than that says how slow the engine has become.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -62,7 +64,8 @@ class _Prompt:
 @dataclass(slots=True)
 class _Engine:
     """since_s, pending, tokens: of the stretch under way; ahead: `prefill_tokens` that are pending; prompt_tokens: of all
-    prompts without a first token; due: when a prompt will have been taken in."""
+    prompts without a first token; due: when a prompt will have been taken in; untold: prompts that show no first token, in the
+    order in which they were sent."""
 
     since_s: float = 0.0
     pending: int = 0
@@ -71,6 +74,7 @@ class _Engine:
     ahead: float = 0.0
     prompt_tokens: int = 0
     due: list[tuple[float, AttemptKey]] = field(default_factory=list)
+    untold: OrderedDict[AttemptKey, _Prompt] = field(default_factory=OrderedDict)
 
     def believe(self, passed_s: float, tokens: float) -> None:
         """So many tokens took so long."""
@@ -107,7 +111,9 @@ class Pace:
         one.ahead += tokens
         one.prompt_tokens += prompt_tokens
         key = work.id, attempt
-        self._prompts[key] = _Prompt(engine, prompt_tokens, tokens, one.ahead, now_s)
+        prompt = self._prompts[key] = _Prompt(engine, prompt_tokens, tokens, one.ahead, now_s)
+        if not work.streams:
+            one.untold[key] = prompt
         if one.seconds is not None:
             heappush(one.due, (now_s + taken_in_factor(streams=work.streams) * one.seconds * one.ahead, key))
 
@@ -117,6 +123,12 @@ class Pace:
         if prompt is None:
             return
         one = self._engines[prompt.engine]
+        while one.untold and next(iter(one.untold.values())).sent_s <= prompt.sent_s:
+            _, earlier = one.untold.popitem(last=False)
+            if not earlier.taken_in:
+                earlier.taken_in = True
+                one.tokens += earlier.tokens
+                one.leaves(earlier)
         if prompt.taken_in:
             one.believe(now_s - prompt.sent_s, prompt.behind)
             return
@@ -154,13 +166,15 @@ class Pace:
             prompt = self._prompts.get(heappop(one.due)[1])
             if prompt is not None and not prompt.taken_in:
                 prompt.taken_in = True
-                one.tokens += prompt.tokens
                 one.leaves(prompt)
+                one.since_s, one.tokens = math.inf, 0.0
 
     def _pop(self, key: AttemptKey) -> _Prompt | None:
         prompt = self._prompts.pop(key, None)
         if prompt is not None:
-            self._engines[prompt.engine].prompt_tokens -= prompt.prompt_tokens
+            one = self._engines[prompt.engine]
+            one.prompt_tokens -= prompt.prompt_tokens
+            one.untold.pop(key, None)
         return prompt
 
     def seconds_per_token(self, engine: str) -> float | None:

@@ -318,3 +318,31 @@ def test_a_refusal_is_recorded_with_the_prediction_against_the_objective() -> No
     assert (decision.action, decision.binding, decision.work_id) == (Action.SHED, Guard.TTFT, "w0")
     (reading,) = decision.guards
     assert (reading.value, reading.threshold) == pytest.approx((BEHIND_S, 0.9))
+
+
+def test_a_first_token_says_that_whole_answers_sent_before_have_been_taken_in_too() -> None:
+    pace = Pace()
+    pace.granted("e0", prompt("whole", 3000, streams=False), 1, NOW_S)
+    pace.granted("e0", prompt("shown", 1000), 1, NOW_S)
+    pace.granted("e0", prompt("later", 3000, streams=False), 1, NOW_S + 1)
+    pace.first_token("shown", 1, NOW_S + 2)
+
+    assert pace.ahead_tokens("e0", 6000, NOW_S + 2) == pytest.approx(prefill_tokens(3000))
+    pace.granted("e0", prompt("shown too", 1000), 1, NOW_S + 3)
+    pace.first_token("shown too", 1, NOW_S + 4)
+    assert pace.seconds_per_token("e0") == pytest.approx(4 / (2 * (prefill_tokens(3000) + prefill_tokens(1000))))
+
+
+def test_whole_answers_of_which_nothing_is_seen_make_no_engine_slow() -> None:
+    pace = paced()
+    first_s = pace.seconds_per_token("e0")
+    for number in range(100):
+        at_s = NOW_S + 10 * number
+        pace.granted("e0", prompt(f"whole{number}", 2000, streams=False), 1, at_s)
+        pace.granted("e0", prompt(f"shown{number}", 10), 1, at_s + 9.5)
+        pace.first_token(f"shown{number}", 1, at_s + 9.501)
+        pace.ended(f"whole{number}", 1)
+
+    assert pace.seconds_per_token("e0") == first_s
+    assert not pace._prompts
+    assert not any(one.untold for one in pace._engines.values())
