@@ -38,6 +38,7 @@ class EngineSettings:
     gpus             how many it has, where no telemetry tells; for its price
     gpu_hour_price   of one of them, in any currency; None: not known, and no cost is told
     spot             it is rented as spot capacity: its cost is told apart, and bulk goes there first
+    canary           part of the works that could run there that may; 1 for an engine like any other
     """
 
     name: str
@@ -51,6 +52,7 @@ class EngineSettings:
     gpus: int | None = None
     gpu_hour_price: float | None = None
     spot: bool = False
+    canary: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,7 @@ def _engine(entry: EngineEntry, environ: Mapping[str, str], folder: Path) -> Eng
         gpus=entry.gpus,
         gpu_hour_price=entry.gpu_hour_price,
         spot=entry.spot,
+        canary=entry.canary,
     )
 
 
@@ -336,6 +337,7 @@ class EngineEntry(BaseModel):
     gpus: Annotated[int, Field(ge=1, le=1024)] | None = None
     gpu_hour_price: Price | None = None
     spot: bool = False
+    canary: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
 
 
 TimeoutsSection = _section("TimeoutsSection", Timeouts)

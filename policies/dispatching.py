@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from policies.estimators.prefix_caches import PrefixCaches
 from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, pressed, urgent
-from policies.placement import Candidate, Chosen, choose, eligible, longest
+from policies.placement import Candidate, Chosen, able, choose, longest, passed_over
 from policies.schema import Policy
 from policies.sizing import SizingPolicy, least
 from policies.vocabulary import Action, Decision, DispatchBatch, EngineState, EngineView, Verdict, Work
@@ -32,8 +32,9 @@ MOST_PLACED = 64
 """Works that one round places: what waits beyond is the next round's, which follows at once, and streams are served between."""
 GOLDEN = 0.6180339887498949
 
-Kind = tuple[str, str, str, str | None, frozenset[str], bool]
-"""(class, model, path, pin, avoid, late): works of one kind may run on the same engines, and are bound by the same guards."""
+Kind = tuple[str, str, str, str | None, frozenset[str], frozenset[str], bool]
+"""(class, model, path, pin, avoid, canaries passed over, late): works of one kind may run on the same engines, and are bound by
+the same guards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def place_one(  # noqa: PLR0917 - one signature with plan_round, read in this or
     """Place a work that nothing waits before, O(engines); None: no room now, it has to wait."""
     if tenants is not None and _capped(work, policy, tenants.in_flight(work.tenant)):
         return None
-    candidates = [Candidate(view) for view in engines if eligible(work, view)]
+    candidates = [Candidate(view) for view in able(work, engines)]
     candidates.sort(key=_name)
     chosen = choose(work, candidates, sizing, now_s, spread=_spread(work, policy), draw=draw, caches=caches)
     if chosen is None:
@@ -159,6 +160,7 @@ class _Round:
     __slots__ = (
         "_by_kind",
         "_caches",
+        "_canaries",
         "_candidates",
         "_closed",
         "_draw",
@@ -200,6 +202,7 @@ class _Round:
                     candidate.bound = refusals[candidate.view.name].binding
         self._sizing, self._policy, self._now_s, self._draw, self._tenants = sizing, policy, now_s, draw, tenants
         self._caches = caches
+        self._canaries = [view for view in engines if view.canary < 1]
         self._grants = tenants.grants()
         self._by_kind: dict[Kind, _Able] = {}
         self._in_flight: dict[str, dict[str, float]] = {}
@@ -213,7 +216,8 @@ class _Round:
         if work.class_name in self.full or len(self.placements) >= MOST_PLACED:
             return False
         late = self._policy.late(work, self._now_s)
-        kind = (work.class_name, work.model, work.path, work.pinned_engine, work.avoid, late)
+        skipped = passed_over(work, self._canaries) if self._canaries else frozenset()
+        kind = (work.class_name, work.model, work.path, work.pinned_engine, work.avoid, skipped, late)
         if kind in self._closed:
             return False
         refused = self._refused.get((kind, work.tenant))
@@ -223,21 +227,21 @@ class _Round:
         if _capped(work, self._policy, in_flight):
             return False
         spread = _spread(work, self._policy)
-        able = self._eligible(kind, work)
+        mine = self._able(kind, work)
         chosen = choose(
             work,
-            able.not_full,
+            mine.not_full,
             self._sizing,
             self._now_s,
             spread=spread,
             draw=self._draw,
             caches=self._caches,
-            longest_context=able.longest_context,
+            longest_context=mine.longest_context,
         )
         if chosen is None:
-            if refused is None and not self._least_fits(work, able.not_full):
+            if refused is None and not self._least_fits(work, mine.not_full):
                 self._closed.add(kind)
-                if not late and able.all_up:
+                if not late and mine.all_up:
                     self.full.add(work.class_name)
             self._refused[kind, work.tenant] = _Refused.after(refused, work)
             return False
@@ -297,18 +301,19 @@ class _Round:
         for model in view.models & self._in_flight.keys():
             _count(self._in_flight[model], work.class_name)
 
-    def _least_fits(self, work: Work, able: Iterable[Candidate]) -> bool:
+    def _least_fits(self, work: Work, candidates: Iterable[Candidate]) -> bool:
         """Whether one of the engines has room for the smallest work of the kind, whoever asks."""
         least = replace(work, tenant="", prompt_tokens=0, max_tokens=1, sequences=1)
-        return any(self._sizing.admit(least, one.view, self._now_s).admitted for one in able)
+        return any(self._sizing.admit(least, one.view, self._now_s).admitted for one in candidates)
 
-    def _eligible(self, kind: Kind, work: Work) -> _Able:
+    def _able(self, kind: Kind, work: Work) -> _Able:
         found = self._by_kind.get(kind)
         if found is None:
-            able = [candidate for candidate in self._candidates if eligible(work, candidate.view)]
+            names = {view.name for view in able(work, [one.view for one in self._candidates])}
+            candidates = [one for one in self._candidates if one.view.name in names]
             full = self._refusals.get(work.class_name, {})
-            not_full = [candidate for candidate in able if candidate.view.name not in full]
-            found = self._by_kind[kind] = _Able(not_full, longest(able), len(able) == self._up)
+            not_full = [candidate for candidate in candidates if candidate.view.name not in full]
+            found = self._by_kind[kind] = _Able(not_full, longest(candidates), len(candidates) == self._up)
         return found
 
 

@@ -10,6 +10,9 @@ spot capacity before all others, since bulk can begin anew where people would se
 What an engine's prefix cache probably holds of a prompt (`policies.estimators.prefix_caches`) need not be taken in again: it
 counts for the engine as far as it is trusted, so that a conversation stays where it is until others are idler by more.
 
+A *canary* is offered only the works that are drawn for it, by their ids, so that a retry draws the same; where nothing but
+canaries could run a work it goes there all the same.
+
 An engine whose context is too short for a work gets it only where no engine's is long enough.
 
 Load is works, ours by the ledger plus what others were last seen to run there, plus prompts not yet prefilled, over
@@ -19,6 +22,7 @@ the class's window. It compares engines; it bounds nothing (that is the sizing p
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -111,11 +115,27 @@ def eligible(work: Work, engine: EngineView) -> bool:
     )
 
 
+def passed_over(work: Work, canaries: Iterable[EngineView]) -> frozenset[str]:
+    """Those that the work is not drawn for."""
+    drawn = zlib.crc32(work.id.encode()) / 2**32
+    return frozenset(one.name for one in canaries if drawn >= one.canary)
+
+
+def able(work: Work, engines: Iterable[EngineView]) -> list[EngineView]:
+    """The eligible engines, without the canaries that the work is not drawn for, where there are others."""
+    found = [engine for engine in engines if eligible(work, engine)]
+    canaries = [engine for engine in found if engine.canary < 1]
+    if not canaries:
+        return found
+    skipped = passed_over(work, canaries)
+    return [engine for engine in found if engine.name not in skipped] or found
+
+
 def suited(work: Work, engines: Iterable[EngineView]) -> list[EngineView]:
-    """The eligible engines whose context is long enough for the work, or as long as any's."""
-    able = [engine for engine in engines if eligible(work, engine)]
-    wanted = _wanted_context(work, max(map(_context, able), default=math.inf))
-    return [engine for engine in able if _context(engine) >= wanted]
+    """The engines that may take the work whose context is long enough for it, or as long as any's."""
+    found = able(work, engines)
+    wanted = _wanted_context(work, max(map(_context, found), default=math.inf))
+    return [engine for engine in found if _context(engine) >= wanted]
 
 
 def choose(
@@ -140,15 +160,15 @@ def choose(
     if longest_context is None:
         longest_context = longest(candidates)
     wanted = _wanted_context(work, longest_context)
-    able = [
+    offered = [
         (candidate, caches.tokens(candidate.view.name, work) if caches is not None and work.prefix else 0)
         for candidate in candidates
         if candidate.context >= wanted
     ]
-    if not spread and len(able) > 1:  # the first with room takes it: a verdict is dear, and most have room
-        able.sort(key=lambda pair: _packing(pair[0], pair[1], work, sizing), reverse=True)
+    if not spread and len(offered) > 1:  # the first with room takes it: a verdict is dear, and most have room
+        offered.sort(key=lambda pair: _packing(pair[0], pair[1], work, sizing), reverse=True)
     open_now: list[Chosen] = []
-    for candidate, cached in able:
+    for candidate, cached in offered:
         verdict = sizing.admit(work, candidate.view, now_s)
         if not verdict.admitted:
             candidate.bound = verdict.binding

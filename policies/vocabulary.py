@@ -132,6 +132,7 @@ class EngineView:
     gpu_slowed                              1 while some GPU does so to protect itself, else 0: its power cap alone does not count
     gpu_energy_j_total                      used since the pool's leader began to measure; falls when another leads
     spot             its machine may be taken away by its owner at short notice
+    canary           part of the works that could run there that may, 1 for all
     speaks           whether the engine serves a path natively; an engine gets only works whose path it speaks
     """
 
@@ -166,6 +167,7 @@ class EngineView:
     extra_sequences: Mapping[str, int] = field(default_factory=dict)
     on_credit: int = 0
     spot: bool = False
+    canary: float = 1.0
     speaks: Callable[[str], bool] = field(default=_any_path, compare=False, repr=False)
 
     @property

@@ -199,6 +199,7 @@ class Engine:
             prefill_tokens=ledger.prefill_tokens,
             last_grant_s=ledger.last_grant_s,
             spot=self.settings.spot,
+            canary=self.settings.canary,
             speaks=_nothing if self.backend is None else self.backend.speaks,
             **self._readings(now_s),
         )

@@ -284,7 +284,7 @@ def test_an_engine_may_have_a_profile_and_prices(file: Path) -> None:
     file.write_text(
         "kwh_price: 0.3\n"
         "engines:\n"
-        "  - {url: http://a:1, profile: h100_llama31_8b_tp1, gpu_hour_price: 2.5, gpus: 4, spot: true}\n"
+        "  - {url: http://a:1, profile: h100_llama31_8b_tp1, gpu_hour_price: 2.5, gpus: 4, spot: true, canary: 0.1}\n"
         "  - {url: http://b:1, profile: mine/profile.json}\n"
     )
 
@@ -293,6 +293,7 @@ def test_an_engine_may_have_a_profile_and_prices(file: Path) -> None:
     first, second = settings.engines
     assert settings.kwh_price == 0.3
     assert (first.profile, first.gpu_hour_price, first.gpus, first.spot) == ("h100_llama31_8b_tp1", 2.5, 4, True)
+    assert first.canary == 0.1
     assert second.profile == str(file.parent / "mine/profile.json")
     with pytest.raises(SettingsError, match=r"engine b:1: profile '.*profile\.json': not found"):
         check(settings)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from policies.dispatching import LOOK_AHEAD, MOST_PLACED, Placement, look_for_room, place_one, plan_batches, plan_round
 from policies.limits import build
 from policies.ordering import TenantCounters, late_by_class
-from policies.placement import eligible
+from policies.placement import able, eligible
 from policies.schema import PRESSING_FRACTION, Policy
 from policies.sizing import LearnedStep, SizingEvent, Window
 from policies.vocabulary import Action, EngineState, EngineView, Guard, GuardReading, Verdict, Work
@@ -116,7 +116,7 @@ def test_what_could_still_start_is_not_left_waiting(waiting: list[Work], views: 
     after = [replace(view, in_flight=full[view.name], extra_sequences=extra[view.name]) for view in views]
     left = [one for one in waiting if one.id not in ids(placements)]
     assert not [
-        one for one in left for view in after if eligible(one, view) and SIZING.admit(one, view, NOW_S).admitted
+        one for one in left for view in after if view in able(one, after) and SIZING.admit(one, view, NOW_S).admitted
     ]
 
 

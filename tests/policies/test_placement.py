@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from policies.dispatching import plan_round
 from policies.estimators.prefix_caches import PrefixCaches
 from policies.limits import build
 from policies.limits.fixed import FixedLimits
-from policies.placement import Candidate, choose, eligible
+from policies.placement import Candidate, able, choose, eligible
 from policies.sizing import SizingPolicy
 from policies.vocabulary import EngineState, EngineView, Guard, GuardReading, Verdict, Work
 from tests.policies.worlds import NOW_S, engine, fresh, policy, work
@@ -30,9 +31,13 @@ def chosen(
     sizing: SizingPolicy = SIZING,
     caches: PrefixCaches | None = None,
 ) -> str | None:
-    candidates = [Candidate(view) for view in views]
+    candidates = [Candidate(view) for view in able(one, views)]
     found = choose(one, candidates, sizing, NOW_S, spread=spread, draw=draw, caches=caches)
     return None if found is None else found.candidate.view.name
+
+
+def names(views: list[EngineView]) -> set[str]:
+    return {view.name for view in views}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,34 @@ def test_patient_work_goes_to_spot_capacity_first() -> None:
 
     assert chosen(work("w", "night"), views, spread=False) == "e2"
     assert chosen(work("w"), views, spread=True) == "e1"
+
+
+def test_a_canary_is_offered_the_works_drawn_for_it_and_a_retry_draws_the_same() -> None:
+    views = [engine("e0"), engine("e1", canary=0.1)]
+    works = [work(f"w{number}") for number in range(2000)]
+
+    drawn = [one for one in works if "e1" in names(able(one, views))]
+
+    assert 0.08 < len(drawn) / len(works) < 0.12
+    assert all("e0" in names(able(one, views)) for one in works)
+    assert drawn == [one for one in works if "e1" in names(able(replace(one, attempt=1), views))]
+
+
+def test_where_only_a_canary_could_run_a_work_it_goes_there() -> None:
+    views = [engine("e0", state=EngineState.DOWN), engine("e1", canary=0.01)]
+
+    assert {chosen(work(f"w{number}"), views, spread=True) for number in range(50)} == {"e1"}
+
+
+def test_a_full_engine_does_not_send_more_to_a_canary() -> None:
+    views = [engine("e0", {"chat": 40}), engine("e1", canary=0.1)]
+
+    placed = plan_round([work(f"w{number}") for number in range(24)], views, SIZING, POLICY, NOW_S, 0.5)
+
+    assert {one.engine for one in placed} <= {"e1"}
+    assert {one.work.id for one in placed} == {
+        f"w{number}" for number in range(24) if "e1" in names(able(work(f"w{number}"), views))
+    }
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def engine(
     running: Reading = UNKNOWN,
     max_model_len: Reading = UNKNOWN,
     spot: bool = False,
+    canary: float = 1.0,
     speaks_only: str | None = None,
     extra_sequences: Mapping[str, int] | None = None,
 ) -> EngineView:
@@ -98,6 +99,7 @@ def engine(
         running=running,
         max_model_len=max_model_len,
         spot=spot,
+        canary=canary,
         extra_sequences=extra_sequences or {},
         speaks=lambda path: speaks_only is None or path == speaks_only,
     )
@@ -137,6 +139,7 @@ engines = st.lists(
         running=st.sampled_from([UNKNOWN, fresh(6)]),
         max_model_len=st.sampled_from([UNKNOWN, fresh(4096), fresh(8192)]),
         spot=st.booleans(),
+        canary=st.sampled_from([1.0, 1.0, 0.3]),
     ),
     max_size=3,
     unique_by=lambda one: one.name,
