@@ -1,6 +1,6 @@
 """The guards of `token_ledger`: each a value against a threshold, on one engine as it would be with one work more.
 
-Plain functions over plain numbers: `Scene` is what is there, `Asked` what would come. Memory, seats and gaps bound
+Plain functions of values: `Scene` is what is there, `Asked` what would come. Memory, seats and gaps bound
 every class; heat, and what delays the first tokens of others, only works that have no objective themselves ("patient").
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from policies.estimators.step_model import StepModel
 from policies.estimators.survival import HORIZONS
 from policies.limits.fixed import taken
-from policies.limits.token_ledger.account import Account, Forecast
+from policies.limits.token_ledger.account import Forecast
+from policies.limits.token_ledger.load import UrgentLoad
 from policies.schema import TokenLedgerSizing
 from policies.vocabulary import EngineView, Guard, GuardReading
 
@@ -56,6 +57,7 @@ class Scene:
     pending_urgent, _patient       prompt tokens not prefilled yet
     queued_tokens                  prompt tokens of urgent works in our queue, as of the last tick
     sequences, patient             in flight, and those of works without an objective
+    urgent_sequences, _tokens      of the others, as of the last tick
     hypothesis                     the urgent work for whose sake patient ones wait
     tpot_s                         the tightest gap; None: none is set
     seats, patient_seats           by the engine's own word; those that works without an objective may take, told or found;
@@ -76,6 +78,8 @@ class Scene:
     queued_tokens: float
     sequences: int
     patient: int
+    urgent_sequences: int
+    urgent_tokens: float
     hypothesis: Hypothesis
     tpot_s: float | None
     gap_s: float | None
@@ -183,17 +187,17 @@ def first_token(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedge
     return _reading(Guard.TTFT, value, max(threshold, value) if _oversize(scene, asked, model, fields) else threshold)
 
 
-def load(scene: Scene, asked: Asked, account: Account) -> GuardReading | None:
+def load(scene: Scene, asked: Asked, model: StepModel, urgent: UrgentLoad) -> GuardReading | None:
     """How many times longer works that can wait make a step with one long urgent prompt; see `load`. Of classes that promise a
     slowdown."""
-    hypothesis, step = scene.hypothesis, account.step
+    hypothesis = scene.hypothesis
     if hypothesis.slowdown is None or not hypothesis.tokens:
         return None
-    tokens = min(hypothesis.tokens, float(step.budget_tokens))
-    prompt_s = step.prefill_s_per_token * tokens
-    without_s = step.step_s(account.urgent_sequences, account.urgent_tokens) + prompt_s
-    with_s = step.step_s(scene.sequences + asked.sequences, scene.held_tokens + asked.prompt_tokens) + prompt_s
-    allowed = account.urgent_load.may_be_slower(without_s, tokens, hypothesis.slowdown)
+    tokens = min(hypothesis.tokens, float(model.budget_tokens))
+    prompt_s = model.prefill_s_per_token * tokens
+    without_s = model.step_s(scene.urgent_sequences, scene.urgent_tokens) + prompt_s
+    with_s = model.step_s(scene.sequences + asked.sequences, scene.held_tokens + asked.prompt_tokens) + prompt_s
+    allowed = urgent.may_be_slower(without_s, tokens, hypothesis.slowdown)
     return _reading(Guard.LOAD, with_s / without_s, allowed)
 
 

@@ -197,7 +197,7 @@ class TokenLedger:
             found += [
                 guards.window(scene, asked),
                 guards.first_token(scene, asked, model, fields),
-                guards.load(scene, asked, account),
+                guards.load(scene, asked, model, account.urgent_load),
                 guards.stall(scene, asked, model, fields),
                 guards.knee(scene, asked, model, fields),
                 mine.energy(scene.sequences + asked.sequences),
@@ -246,6 +246,8 @@ class TokenLedger:
             queued_tokens=mine.queued_tokens,
             sequences=sequences,
             patient=sequences - sum(map(engine.sequences, self._objectives)),
+            urgent_sequences=account.urgent_sequences,
+            urgent_tokens=account.urgent_tokens,
             hypothesis=mine.hypothesis,
             tpot_s=self._tpot_s,
             gap_s=account.lately_gap_s,
