@@ -38,6 +38,20 @@ def load(data: bytes) -> object:
     return value
 
 
+def holds_json(data: bytes) -> bool:
+    """False only for what certainly is no JSON value; nesting too deep to be read is given the benefit of the doubt."""
+    try:
+        orjson.loads(data)
+    except ValueError:
+        try:
+            json.loads(data.decode("utf-8", "replace"), parse_int=_whole)
+        except RecursionError:
+            return True
+        except ValueError:
+            return False
+    return True
+
+
 def _whole(digits: str) -> float:
     """A whole number as orjson reads it: past 64 bits it is a float."""
     return int(digits) if len(digits) < INT_MAX_DIGITS else float(digits)

@@ -12,13 +12,15 @@ import re
 from dataclasses import dataclass
 
 from backends.dialects.errors import EngineError, aborted, error_in, error_of
-from backends.dialects.payload import ABORTED_FINISHES, JsonObject, child, count, load, text, usage_tokens
+from backends.dialects.payload import ABORTED_FINISHES, JsonObject, child, count, holds_json, load, text, usage_tokens
 
 PARSE_MAX_BYTES = 1024 * 1024
 ENDS_BYTES = 4096
 
 _ABORTED = re.compile(rb'"(?:finish_reason|stop_reason)"\s*:\s*"(abort|error)"')
 _USAGE = re.compile(r'"usage"\s*:\s*(?=\{)')
+_EVENT_FIELDS = (b"data:", b"event:", b":")
+"""A stream of events under the label of JSON is odd, and readable all the same."""
 _NO_USAGE: tuple[int | None, int | None] = (None, None)
 
 
@@ -28,11 +30,13 @@ class ReplyFacts:
 
     prompt_tokens, output_tokens   from usage (or TGI's details); None when the answer does not say
     aborted                        some sequence ended with finish_reason abort or error; `error` then says so
+    broken                         it is no JSON: empty, cut short, or something else under a wrong label
     """
 
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     aborted: bool = False
+    broken: bool = False
     error: EngineError | None = None
 
 
@@ -46,6 +50,8 @@ def read_reply(body: bytes, path: str) -> ReplyFacts:
     if len(body) > PARSE_MAX_BYTES:
         return _read_ends(body)
     payload = load(body)
+    if payload is None and not holds_json(body) and not body.startswith(_EVENT_FIELDS):
+        return ReplyFacts(broken=True)
     if isinstance(payload, list):
         return _joined([_read_object(item, path) for item in payload if isinstance(item, dict)])
     return _read_object(payload, path) if isinstance(payload, dict) else ReplyFacts()
@@ -59,7 +65,7 @@ def _read_object(payload: JsonObject, path: str) -> ReplyFacts:
         error = aborted(finish)
     if error is None and path == "/v1/responses" and payload.get("status") in {"failed", "cancelled"}:
         error = error_of(child(payload, "error"), payload)
-    return ReplyFacts(prompt, output, bool(finish), error)
+    return ReplyFacts(prompt, output, aborted=bool(finish), error=error)
 
 
 def _usage(payload: JsonObject) -> tuple[int | None, int | None]:
@@ -89,8 +95,8 @@ def _joined(replies: list[ReplyFacts]) -> ReplyFacts:
     return ReplyFacts(
         sum(prompts) if prompts else None,
         sum(outputs) if outputs else None,
-        any(reply.aborted for reply in replies),
-        next((reply.error for reply in replies if reply.error is not None), None),
+        aborted=any(reply.aborted for reply in replies),
+        error=next((reply.error for reply in replies if reply.error is not None), None),
     )
 
 
@@ -101,7 +107,7 @@ def _read_ends(body: bytes) -> ReplyFacts:
     for part in (body[-ENDS_BYTES:], body[:ENDS_BYTES]):
         prompt, output = _find_usage(part.decode("utf-8", "replace"))
         if prompt is not None or output is not None:
-            return ReplyFacts(prompt, output, finish is not None, error)
+            return ReplyFacts(prompt, output, aborted=finish is not None, error=error)
     return ReplyFacts(aborted=finish is not None, error=error)
 
 

@@ -120,6 +120,28 @@ def truncated(engine: str) -> Fault:
     return Fault(refusal, Result.ENGINE_FAILED, elsewhere=True)
 
 
+def no_json(engine: str) -> Fault:
+    """A whole answer that is labelled as JSON and is none."""
+    refusal = Refusal(
+        status=502,
+        message=f"engine {engine} answered with an empty, cut or unreadable body where JSON was announced; try again",
+        type="server_error",
+        reason="bad_response",
+    )
+    return Fault(refusal, Result.ENGINE_FAILED, elsewhere=True)
+
+
+def no_stream(content_type: str, engine: str) -> Fault:
+    """An answer in one piece to a client whose event stream was opened while it waited. No other engine's kind differs."""
+    refusal = Refusal(
+        status=400,
+        message=f"engine {engine} answers this request with {content_type[:60]!r} and no stream; leave out `stream`",
+        reason="no_stream",
+        param="stream",
+    )
+    return Fault(refusal, Result.CLIENT_ERROR, elsewhere=False)
+
+
 def engine_answered(
     error: EngineError,
     engine: str,

@@ -31,6 +31,8 @@ from gateway.dispatch.faults import (
     call_failed,
     engine_answered,
     engine_said,
+    no_json,
+    no_stream,
     preempted,
     timed_out,
     truncated,
@@ -50,8 +52,9 @@ GONE_S = 3.0
 its streams open and say nothing for as long as anybody waits; an engine that drains goes on sending."""
 FRAMING_END_S = 2.0
 """How long a stream that is complete waits for its framing to end, so that the engine's connection can be kept."""
-RESPONSE_ID_MAX_BYTES = 256
-"""What an id and its key may take, so that one is found which two reads share."""
+SEAM_BYTES = 256
+"""Of an answer that is passed on as it comes so much is kept of what went before: more than an id and its key take, so that
+one is found which two reads share."""
 
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 
@@ -106,6 +109,7 @@ class Relay:
         "_held",
         "_held_bytes",
         "_last_byte_s",
+        "_long_json",
         "_mode",
         "_on_first_token",
         "_on_gap",
@@ -162,6 +166,7 @@ class Relay:
         self._engine_ttft_s: float | None = None
         self._response_id = ""
         self._seam = b""
+        self._long_json = False
         self._splitter = EventSplitter()
         self._reader: StreamReader | None = None
         self.sent_s = self._last_byte_s = clock.now_s()
@@ -238,9 +243,9 @@ class Relay:
         if self._mode is _Mode.PASS:
             if not self._response_id and self._exchange.path == "/v1/responses":
                 self._find_response_id(self._seam + data)
-                self._seam = data[-RESPONSE_ID_MAX_BYTES:]
-            self._commit()
-            self._reply.write(data)
+            self._seam = (data if len(data) >= SEAM_BYTES else self._seam + data)[-SEAM_BYTES:]
+            if self._commit():
+                self._reply.write(data)
         else:
             self._hold(data)
 
@@ -371,14 +376,16 @@ class Relay:
         self._held.append(data)
         if self._mode is _Mode.HOLD and self._held_bytes > HELD_REPLY_BYTES:
             self._mode = _Mode.PASS
+            self._long_json = True
             if self._exchange.path == "/v1/responses":
                 self._find_response_id(b"".join(self._held))
-                self._seam = data[-RESPONSE_ID_MAX_BYTES:]
+            self._seam = data[-SEAM_BYTES:]
             self._first_token()
             self._flush_whole()
 
     def _end_error(self) -> None:
-        body = b"".join(self._held)
+        # Still coded here is what we could not undo: no words for anybody.
+        body = b"" if self._header(b"content-encoding") else b"".join(self._held)
         self._end(
             engine_answered(
                 read_error(body, self._status),
@@ -397,8 +404,8 @@ class Relay:
             body = b"".join(self._held)
             facts = read_reply(body, self._exchange.path)
             self.output_tokens = facts.output_tokens or 0
-            if facts.error is not None:
-                self._end(engine_said(facts.error, self._engine))
+            if facts.error is not None or (facts.broken and self._status != _NO_CONTENT):
+                self._end(engine_said(facts.error, self._engine) if facts.error else no_json(self._engine))
                 return
             if self._exchange.path == "/v1/responses":
                 self._find_response_id(body)
@@ -406,27 +413,34 @@ class Relay:
             self._engine_ttft_s = self._clock.now_s() - self.sent_s
             self._flush_whole()
             self._end(None, prompt_tokens=facts.prompt_tokens)
-            return
-        self._commit()
-        self._end(None)
+        elif self._long_json and self._seam.rstrip()[-1:] not in _JSON_ENDS:
+            self._end(truncated(self._engine))
+        else:
+            self._commit()
+            self._end(None)
 
     def _flush_whole(self) -> None:
-        self._commit()
-        for held in self._held:
-            self._reply.write(held)
+        if self._commit():
+            for held in self._held:
+                self._reply.write(held)
         self._held.clear()
 
     # -- common --------------------------------------------------------------------------------------------------
 
-    def _commit(self, more: tuple[tuple[str, str], ...] = ()) -> None:
-        """Send the head, once. From here on nobody else may try."""
+    def _commit(self, more: tuple[tuple[str, str], ...] = ()) -> bool:
+        """Send the head, once; from here on nobody else may try. False when there is no way left to send this answer:
+        the client has been promised events (`Reply.check`), and it is none."""
         if self._committed:
-            return
+            return True
+        if self._mode is not _STREAM and self._reply.opened:
+            self._end(no_stream(self._header(b"content-type").decode("latin-1"), self._engine))
+            return False
         self._committed = True
         length = self._header(b"content-length")
         kept = self._kept_headers(_STREAM_OWN if more else frozenset())
         whole = self._mode is not _Mode.STREAM and length.isdigit()
         self._reply.open(self._status, [*kept, *more], int(length) if whole else None)
+        return True
 
     def _end(self, fault: Fault | None, *, prompt_tokens: int | None = None) -> None:
         if self.done.done():
@@ -490,6 +504,8 @@ def _unheard(_gap_s: float) -> None:
     """Nobody counts the gaps."""
 
 
+_NO_CONTENT = 204
+_JSON_ENDS = (b"}", b"]")
 _OWN_HEADERS = frozenset({b"date", b"server", b"content-length", b"x-request-id", b"via", b"alt-svc"})
 _ERROR_OWN = frozenset({b"content-type", b"content-encoding", b"retry-after"})
 _STREAM_OWN = frozenset({b"cache-control", b"x-accel-buffering"})

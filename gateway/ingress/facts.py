@@ -40,6 +40,13 @@ _PROMPT_FIELDS = (
     "text_1",
     "text_2",
 )
+_WHOLE_ROUTES = frozenset(
+    {
+        *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        *("/tokenize", "/detokenize", "/v1/audio/speech", "/v1/messages/count_tokens"),
+    }
+)
+"""Routes that never answer in events, whatever a body says: clients of these must not be promised a stream of them."""
 _LIST_FIELDS = ("prompt", "inputs", "documents", "texts", "text_2")
 _INPUT_LISTS = frozenset({"/v1/embeddings", "/pooling", "/classify"})
 _LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
@@ -81,7 +88,7 @@ def read_json(
     copies = _copies(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {})
     return Facts(
         model=_model(fields, default_model),
-        stream=always_stream or fields.get("stream") is True,
+        stream=always_stream or (fields.get("stream") is True and path not in _WHOLE_ROUTES),
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
         prompt_tokens=_prompt_tokens(fields) + (inputs - 1) * _repeated_tokens(fields),
         max_tokens=_limit(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {}),

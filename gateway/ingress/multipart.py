@@ -17,8 +17,14 @@ PARTS_MAX = 1_000
 PART_HEAD_MAX_BYTES = 16 * 1024
 
 _BOUNDARY = re.compile(r"""boundary=(?:"([^"]{1,70})"|([^\s;,"]{1,70}))""", re.IGNORECASE)
-# The line's start anchors it: from anywhere in a line it would take quadratic time on a hostile part head.
-_NAME = re.compile(rb"""\r\ncontent-disposition:[^\r\n]*?;[ \t]*name=(?:"([^"\r\n]*)"|([^;\s"]+))""", re.IGNORECASE)
+# The line's start anchors it, and nothing is tried twice: else it would take quadratic time on a hostile part head. What
+# stands in quotes is stepped over, since a file may be called "x; name=model".
+_NAME = re.compile(
+    rb"""\r\ncontent-disposition:(?:[^\r\n";]|"(?:[^"\\\r\n]|\\[^\r\n])*+"|;(?![ \t]*name=))*+"""
+    rb""";[ \t]*name=(?:"([^"\r\n]*)"|([^;\s"]+))""",
+    re.IGNORECASE,
+)
+_FIRST_LINE = re.compile(rb"(?:\r\n)*+--([^\r\n]{1,70}?)[ \t]*\r\n")
 
 
 def read_multipart(body: bytes, content_type: str, *, default_model: str | None = None) -> Facts:
@@ -39,12 +45,12 @@ def read_multipart(body: bytes, content_type: str, *, default_model: str | None 
 def renamed(body: bytes, model: str) -> bytes:
     """The body, which `read_multipart` has accepted, with another model name in it; all else stays.
 
-    The boundary is read off the body's first line; a body that begins otherwise (a preamble) stays as it is.
+    The boundary is read off the body's first line with anything on it; a body that begins with other words stays as it is.
     """
-    line_end = body.find(b"\r\n", 2, 2 + 70 + 2)
-    if not body.startswith(b"--") or line_end < 0:
+    first_line = _FIRST_LINE.match(body)
+    if first_line is None:
         return body
-    for name, start, end in reversed(_parts(body, body[2:line_end].rstrip(b" \t"))):
+    for name, start, end in reversed(_parts(body, first_line[1])):
         if name == b"model":
             body = b"%b%b%b" % (body[:start], model.encode(), body[end:])
     return body

@@ -145,6 +145,8 @@ def test_a_ranking_that_is_in_the_documents_order_stays_so() -> None:
         ("/v1/responses", b'{"input":[{},{}]}'),
         ("/v1/score", b'{"text_1":["a","b"],"text_2":["c","d"]}'),
         ("/v1/embeddings", b'{"input":{"prompt":["a","b"]}}'),
+        ("/v1/embeddings", b'{"input":["a","b"],"encoding_format":"bytes"}'),
+        ("/pooling", b'{"encoding_format":"bytes_only","input":["a","b"]}'),
     ],
 )
 def test_what_is_no_array_of_inputs_stays_whole(path: str, body: bytes) -> None:

@@ -349,7 +349,7 @@ WHOLE: dict[str, tuple[WorkRoute, bytes, str]] = {
     "plain text": (TRANSCRIPTIONS, b"hello there\n", "text/plain; charset=utf-8"),
     "subtitles": (TRANSCRIPTIONS, b"WEBVTT\n\n00:00.000 --> 00:01.000\nhi\n", "text/vtt"),
     "sound": (WorkRoute("/v1/audio/speech", chat_body(input="a")), bytes(range(256)) * 64, "audio/mpeg"),
-    "an empty JSON answer": (CHAT, b"", "application/json"),
+    "an empty text": (TRANSCRIPTIONS, b"", "text/plain"),
     "a list": (WorkRoute("/classify", chat_body()), b'[{"label":"a"}]', "application/json"),
 }
 

@@ -383,6 +383,89 @@ async def test_a_long_whole_answer_goes_through_without_being_held() -> None:
     assert bench.client.body == piece + piece
 
 
+WHOLE = b'{"object":"chat.completion","choices":[{"index":0,"message":{"content":"Hello"},"finish_reason":"stop"}]}'
+
+
+@pytest.mark.parametrize("body", [b"", b" \n", WHOLE[:60], WHOLE[:-1], b"<html>no engine</html>"])
+async def test_a_body_that_is_not_the_json_it_is_labelled_as_is_no_answer(body: bytes) -> None:
+    """A body without a length ends with its connection, so that its framing is whole wherever it was cut."""
+    bench = Bench(stream=False)
+
+    bench.play(*filter(None, [body]), headers=JSON)
+
+    end = await bench.relay.done
+    assert end.fault is not None
+    assert (end.fault.refusal.status, end.fault.elsewhere) == (502, True)
+    assert not bench.client.started
+
+
+@pytest.mark.parametrize("body", [b"null", b"3", b'"text"', b'{"a":NaN}', b'{"a":"\xff"}', b"[" * 3000 + b"]" * 3000])
+async def test_any_json_is_an_answer(body: bytes) -> None:
+    bench = Bench(stream=False)
+
+    bench.play(body, headers=JSON)
+
+    assert (await bench.relay.done).fault is None
+    assert (bench.client.body, bench.client.end) == (body, "finished")
+
+
+async def test_an_answer_without_content_needs_no_json() -> None:
+    bench = Bench(stream=False)
+
+    bench.play(status=204, headers=JSON)
+
+    assert (await bench.relay.done).fault is None
+
+
+@pytest.mark.parametrize(
+    ("tail", "ended"), [([b"}"], True), ([b"}", b"\n", b"\n"], True), ([b","], False), ([b" "], False)]
+)
+async def test_a_long_json_answer_that_stops_in_the_middle_does_not_end_properly(
+    tail: list[bytes], *, ended: bool
+) -> None:
+    bench = Bench(stream=False)
+
+    bench.play(b'{"pad":"' + b"x" * 1_100_000, b'"', *tail, headers=JSON)
+
+    assert ((await bench.relay.done).fault is None) == ended
+    assert bench.client.end == ("finished" if ended else "aborted")
+
+
+@pytest.mark.parametrize("coding", [b"br", b"zstd", b"gzip, br"])
+async def test_an_error_in_a_coding_that_cannot_be_undone_is_told_without_its_bytes(coding: bytes) -> None:
+    bench = Bench(stream=False)
+
+    bench.play(b"\x1b\x0a\x00\xf8\x8fabc", status=503, headers=[*JSON, (b"content-encoding", coding)])
+
+    end = await bench.relay.done
+    assert end.fault is not None
+    assert (end.fault.refusal.message, end.fault.body) == ("engine e1 answered 503", None)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (JSON, WHOLE),
+        (JSON, b'{"pad":"%b"}' % (b"x" * 1_100_000)),
+        ([(b"content-type", b"audio/wav")], b"RIFF\0\0"),
+    ],
+)
+async def test_a_client_that_was_promised_events_is_not_sent_anything_else(
+    headers: list[tuple[bytes, bytes]], body: bytes
+) -> None:
+    bench = Bench(timeouts=Timeouts(queue_headers_after_s=10))
+    bench.clock.time_s += 11
+    bench.reply.check(bench.clock.time_s)
+    promised = bench.client.body
+
+    bench.play(body, headers=headers)
+
+    end = await bench.relay.done
+    assert end.fault is not None
+    assert (end.fault.refusal.reason, end.fault.elsewhere, end.committed) == ("no_stream", False, False)
+    assert bench.client.body == promised
+
+
 @pytest.mark.parametrize("cut", range(0, 24, 3))
 async def test_the_id_of_a_long_response_is_found_wherever_it_stands(cut: int) -> None:
     bench = Bench(stream=False, path="/v1/responses", dialect=Dialect.RESPONSES)

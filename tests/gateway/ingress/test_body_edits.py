@@ -145,6 +145,12 @@ def test_a_multipart_alias_is_replaced_and_every_other_byte_stays() -> None:
     assert edited(body, model="whisper", include_usage=True) == sound + head + b"whisper\r\n--b--\r\n"
 
 
+def test_a_multipart_alias_is_replaced_behind_empty_lines_too() -> None:
+    head = b'\r\n\r\n--b \r\nContent-Disposition: form-data; name="model"\r\n\r\n'
+
+    assert edited(head + b"alias\r\n--b--\r\n", model="whisper") == head + b"whisper\r\n--b--\r\n"
+
+
 @pytest.mark.parametrize("body", [b"", b"plain text", b"[1]", b"--no boundary"])
 def test_a_body_that_cannot_be_edited_stays(body: bytes) -> None:
     assert edited(body, model="m", include_usage=True, priority=1) == body

@@ -171,6 +171,11 @@ def test_only_true_asks_for_a_stream(value: object, streams: bool) -> None:
     assert facts(stream=value).stream is streams
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/v2/rerank", "/score", "/tokenize"])
+def test_a_route_without_events_asks_for_no_stream_whatever_its_body_says(path: str) -> None:
+    assert not read_json(b'{"model":"m","input":"a","stream":true}', path=path).stream
+
+
 def test_tgi_parameters_and_default_model_are_read() -> None:
     body = orjson.dumps({"inputs": "x" * 40, "parameters": {"max_new_tokens": 5, "best_of": 2}})
 
@@ -250,6 +255,13 @@ def test_a_multipart_file_that_contains_a_model_field_is_not_believed() -> None:
     body = part("file", b'Content-Disposition: form-data; name="model"\r\n\r\nfake') + part("model", b"real") + END
 
     assert read_multipart(body, BOUNDARY).model == "real"
+
+
+@pytest.mark.parametrize("file", ["x; name=model", "x; name=model; y", 'a\\"; name=model', "C:\\x\\; name=model"])
+def test_a_file_that_is_called_like_the_model_field_is_not_believed(file: str) -> None:
+    head = f'------b0\r\nContent-Disposition: form-data; filename="{file}"; name="file"\r\n\r\nfake\r\n'.encode()
+
+    assert read_multipart(part("model", b"real") + head + END, BOUNDARY).model == "real"
 
 
 @pytest.mark.parametrize(
