@@ -61,6 +61,24 @@ http {{
                   proxy_read_timeout 600s; }} }}
 }}
 """
+HAPROXY = """\
+global
+  maxconn 8192
+defaults
+  mode http
+  timeout connect 5s
+  timeout client 600s
+  timeout server 600s
+  timeout queue 600s
+  http-reuse always
+frontend clients
+  bind 127.0.0.1:{port}
+  http-request set-priority-class int(-10) if {{ req.hdr(x-headrace-class) interactive }}
+  default_backend engines
+backend engines
+  balance leastconn
+{servers}
+"""
 LITELLM = """\
 model_list:
 {models}
@@ -85,6 +103,21 @@ def nginx(given: Given) -> list[str]:
     config = given.folder / "nginx.conf"
     config.write_text(NGINX.format(folder=given.folder, port=given.port, servers=servers))
     return [shutil.which("nginx") or "nginx", "-c", str(config), "-e", str(given.folder / "nginx.log")]
+
+
+def haproxy(given: Given, *options: str) -> list[str]:
+    """Least connections, one process; options: of each engine."""
+    servers = "\n".join(
+        " ".join(("  server", f"e{at}", url.removeprefix("http://"), *options)) for at, url in enumerate(given.engines)
+    )
+    config = given.folder / "haproxy.cfg"
+    config.write_text(HAPROXY.format(port=given.port, servers=servers))
+    return [shutil.which("haproxy") or "haproxy", "-f", str(config)]
+
+
+def haproxy_gated(given: Given) -> list[str]:
+    """The same with a bound before each engine, and people first in the queue before it."""
+    return haproxy(given, "maxconn", str(GATE // len(given.engines)))
 
 
 def vllm_router(given: Given, *options: str) -> list[str]:
@@ -119,6 +152,8 @@ def litellm(given: Given) -> list[str]:
 
 OTHERS: dict[str, Callable[[Given], list[str]]] = {
     "nginx": nginx,
+    "haproxy": haproxy,
+    f"haproxy, {GATE} at once, people first": haproxy_gated,
     "vllm-router": vllm_router,
     f"vllm-router, {GATE} at once": vllm_router_gated,
     "litellm": litellm,
