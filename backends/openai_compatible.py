@@ -37,7 +37,7 @@ from backends.base import (
 from backends.dialects import read_error
 from backends.dialects.payload import JsonObject, count, load, text
 from backends.exposition import Series, parse
-from backends.series import own
+from backends.series import once, own
 
 NO_SUCH_ROUTE = frozenset({404, 405, 501})
 NOT_ASKED_SO = NO_SUCH_ROUTE | {400, 415, 422}
@@ -275,7 +275,8 @@ class OpenAICompatible:
         answer = await self._fetch("GET", path or self.metrics_path, pool=self._metrics)
         if not answer.ok:
             raise BackendError(self._refused(answer))
-        found = {name: own(series, self.models) for name, series in parse(self._page(answer.body), wanted).items()}
+        told = parse(self._page(answer.body), wanted)
+        found = {name: once(own(series, self.models)) for name, series in told.items()}
         return {name: series for name, series in found.items() if series}
 
     def _page(self, body: bytes) -> bytes:

@@ -84,6 +84,16 @@ async def test_data_parallel_engines_add_up_and_the_fullest_counts() -> None:
     assert (sample.value(RUNNING), sample.value(WAITING), sample.value(KV)) == (6, 4, 0.97)
 
 
+async def test_a_series_that_is_told_twice_counts_once_and_one_that_contradicts_itself_is_unknown() -> None:
+    page = gauge("num_requests_running", 3) + gauge("num_requests_waiting", 1) + gauge("kv_cache_usage_perc", 0.2)
+
+    twice = await sample_of(page + page + gauge("num_requests_running", 2, engine="1"))
+    torn = await sample_of(page + gauge("num_requests_waiting", 7) + gauge("kv_cache_usage_perc", 0.9))
+
+    assert [twice.value(signal) for signal in (RUNNING, WAITING, KV)] == [5, 1, 0.2]
+    assert [torn.value(signal) for signal in (RUNNING, WAITING, KV)] == [3, None, None]
+
+
 async def test_without_a_model_list_every_model_on_the_page_counts() -> None:
     sample = await sample_of(TWO_MODELS)
 
