@@ -39,6 +39,7 @@ class EngineSettings:
     gpu_hour_price   of one of them, in any currency; None: not known, and no cost is told
     spot             it is rented as spot capacity: its cost is told apart, and bulk goes there first
     canary           part of the works that could run there that may; 1 for an engine like any other
+    pads             it runs a request's array of inputs as one padded batch: bulk with one input each goes there in arrays
     """
 
     name: str
@@ -53,6 +54,7 @@ class EngineSettings:
     gpu_hour_price: float | None = None
     spot: bool = False
     canary: float = 1.0
+    pads: bool = False
 
 
 @dataclass(frozen=True, slots=True)

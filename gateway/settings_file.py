@@ -260,6 +260,7 @@ def _engine(entry: EngineEntry, environ: Mapping[str, str], folder: Path) -> Eng
         gpu_hour_price=entry.gpu_hour_price,
         spot=entry.spot,
         canary=entry.canary,
+        pads=entry.pads,
     )
 
 
@@ -338,6 +339,7 @@ class EngineEntry(BaseModel):
     gpu_hour_price: Price | None = None
     spot: bool = False
     canary: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    pads: bool = False
 
 
 TimeoutsSection = _section("TimeoutsSection", Timeouts)

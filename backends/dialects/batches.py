@@ -82,7 +82,7 @@ def inputs(body: bytes, path: str) -> Inputs | None:
     for key, start, end in members(body):
         if key in form.alone and body[start] == _BRACKET:
             return None
-        if key == "encoding_format" and body[start:end] not in _JSON_FORMATS:
+        if key == "encoding_format" and body[start:end] not in JSON_FORMATS:
             return None
         if key in form.asked and body[start] == _BRACKET:
             arrays.append((start, end))
@@ -253,6 +253,6 @@ def summed(usages: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 
 _BRACKET, _BRACE = b"[{"
-_JSON_FORMATS = frozenset({b"null", b'"float"', b'"base64"'})
+JSON_FORMATS = frozenset({b"null", b'"float"', b'"base64"'})
 """Forms of embeddings that stand in a JSON answer; vLLM's "bytes" are the answer itself."""
 _NUMBER = frozenset(b"-0123456789")

@@ -17,7 +17,9 @@ _SPACE = re.compile(rb"[ \t\r\n]*")
 _SCALAR = re.compile(rb"[^,}\] \t\r\n]+")
 _QUOTE, _COMMA, _BACKSLASH = b'",\\'
 _OPENING = frozenset(b"{[")
-_CLOSING = ord("]")
+_BRACKET, _CLOSING = b"[]"
+_NESTED = (b"[", b"{", b'"')
+_NUMBER = frozenset(b"-0123456789")
 
 Span = tuple[int, int]
 """Start and end of a value."""
@@ -75,7 +77,7 @@ def _value_end(body: bytes, at: int) -> int:
     if first not in _OPENING:
         found = _SCALAR.match(body, at)
         return found.end() if found else at
-    depth = 0
+    depth = closed = 0
     while True:
         found = _STRUCTURE.search(body, at)
         if found is None:
@@ -86,6 +88,13 @@ def _value_end(body: bytes, at: int) -> int:
             at = _string_end(body, found.start())
         elif mark in _OPENING:
             depth += 1
+            if mark == _BRACKET and body[at] in _NUMBER:
+                # An embedding is 20 KB of numbers: to its bracket at the speed of memory. What stands up to the next
+                # bracket is looked through once, so that this stays linear too.
+                if closed < at:
+                    closed = body.index(b"]", at)
+                if all(body.find(opened, at, closed) < 0 for opened in _NESTED):
+                    at = closed
         else:
             depth -= 1
             if not depth:

@@ -24,6 +24,7 @@ from gateway.dispatch import refusals
 from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assembly import PARTS_AT_ONCE, Assembly, Batch, PartFailed, split
 from gateway.dispatch.capacity import Capacity
+from gateway.dispatch.coalesce import Coalescer, may_join
 from gateway.dispatch.course import Course, deadline_met, sla_met
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.faults import Fault, blame
@@ -114,6 +115,7 @@ class Service:
             clock=clock,
             work_ids=work_ids,
         )
+        self._coalescer = Coalescer()
         self._flow = Flow()
         self._retries = RetryBudget(clock.now_s())
         # A client may use one request id for several requests, and engines make their own ids from it: the second one
@@ -244,7 +246,7 @@ class Service:
             self._flow.left(work.class_name, self._clock.now_s())
             if course.trace is not None:
                 course.trace.granted(grant.engine, queued_s=exchange.accepted_s, now_s=self._clock.now_s())
-            end = await self._attempt(exchange, reply, course, grant)
+            end = await self._attempt(exchange, reply, course, grant, policy)
             fault = end.fault
             if fault is None:
                 course.result = Result.COMPLETED
@@ -364,7 +366,9 @@ class Service:
             bounds.append((exchange.read_timeout_s * CLIENTS_SHARE, "the client's own time-out, less a tenth,"))
         return min(bounds)
 
-    async def _attempt(self, exchange: Exchange, reply: Outlet, course: Course, grant: Grant) -> AttemptEnd:
+    async def _attempt(
+        self, exchange: Exchange, reply: Outlet, course: Course, grant: Grant, policy: Policy
+    ) -> AttemptEnd:
         """One try on one engine. The engine's call never outlives this."""
         work = course.work
         engine = self._roster[grant.engine]
@@ -395,7 +399,11 @@ class Service:
             request = self._request(exchange, work, backend, strip_usage=strip_usage)
             if course.trace is not None:
                 request = replace(request, headers=course.trace.sent(request.headers, self._clock.now_s()))
-            relay.attach(backend.call(request, relay))
+            if engine.settings.pads and may_join(work, one := policy.class_policy(work.class_name)):
+                call = self._coalescer.call(backend, request, relay, work, inputs_max=one.inputs_max)
+            else:
+                call = backend.call(request, relay)
+            relay.attach(call)
             end = await relay.done
             engine.pulse.ended(relay, blame(end.fault))
         finally:

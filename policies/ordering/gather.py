@@ -37,8 +37,13 @@ def gathered(works: Iterable[Work]) -> list[Work]:
     return [work for group in groups.values() for work in group]
 
 
+def length_bucket(work: Work) -> int:
+    """Inputs of one bucket are less than twice as long as each other: the number of bits of their mean length in tokens."""
+    return (work.prompt_tokens // work.sequences).bit_length()
+
+
 def _kind(work: Work) -> object:
     """What mates have in common; the work's own id where nothing is gained."""
     if work.path in PADDED_PATHS:
-        return work.path, (work.prompt_tokens // work.sequences).bit_length()
+        return work.path, length_bucket(work)
     return (work.path, work.prefix.partition(".")[0]) if work.prefix else work.id

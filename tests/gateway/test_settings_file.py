@@ -299,6 +299,13 @@ def test_an_engine_may_have_a_profile_and_prices(file: Path) -> None:
         check(settings)
 
 
+def test_an_engine_pads_where_the_operator_says_so_and_nowhere_else(file: Path) -> None:
+    file.write_text("engines: [{url: http://a:1, pads: true}, {url: http://b:1}]\n")
+
+    assert [engine.pads for engine in read_file(file, {}).engines] == [True, False]
+    assert "engines[0].pads" in problems_of(file, "engines: [{url: http://a:1, pads: 3}]\n")
+
+
 def test_a_price_is_a_number_that_is_not_negative(file: Path) -> None:
     told = problems_of(file, "kwh_price: -1\nengines: [{url: http://a:1, gpus: 0, gpu_hour_price: .inf}]\n")
 
