@@ -9,7 +9,8 @@ Cut off from the store, a process keeps a share of each place that halves every 
 has in flight there is below it. Its share is what the leader counts for it anyway: what it last reported to run with the
 credit that it held, or the floor that it was told if that is more. A report whose answer did not come may have arrived or not,
 so the least of what was told since the last answer counts. The leader keeps the same share reserved, counted from later,
-so that both sides of a partition together stay inside the window. Only classes with a TTFT objective ever have credit
+so that both sides of a partition together stay inside the window. A leader counts itself by what runs, and gives the rest
+away: when its time is over it has no more than ran here when it last gave anything. Only classes with a TTFT objective ever have credit
 or a share.
 """
 
@@ -55,11 +56,14 @@ class CreditBook:
 
     def reporting(self, running: Mapping[Place, InFlight], now_s: float) -> None:
         """A report is about to be sent: this runs here, and with the credit that is left it is what we may keep."""
-        self._reported = {
-            place: running.get(place, NOTHING).works + self.unspent(place, now_s)
-            for place in running.keys() | self._held.keys()
-        }
-        self._kept = {place: min(works, self._reported.get(place, 0)) for place, works in self._kept.items()}
+        self._reported = self._at_most(running, now_s)
+        self._kept = _least(self._kept, self._reported)
+
+    def giving(self, running: Mapping[Place, InFlight], now_s: float) -> None:
+        """As the leader we are about to give away what is free. A place whose work of ours has ended is free, whatever we
+        reported: we may keep what runs here now."""
+        most = self._at_most(running, now_s)
+        self._reported, self._kept = _least(self._reported, most), _least(self._kept, most)
 
     def renewed(self, renewed: Renewed, *, sent_s: float, now_ms: int, error_s: float = 0.0) -> None:
         """Take a renewal's answer.
@@ -122,6 +126,13 @@ class CreditBook:
             return 0
         return max(0, held.credit.allowed.works - self.started.get(place, NOTHING).works)
 
+    def _at_most(self, running: Mapping[Place, InFlight], now_s: float) -> dict[Place, int]:
+        """What runs here, with what credit still allows."""
+        return {
+            place: running.get(place, NOTHING).works + self.unspent(place, now_s)
+            for place in running.keys() | self._held.keys()
+        }
+
     def _left(self, work: Work, place: Place, now_s: float) -> int:
         """Works that may still be started on a place, 0 when this one does not fit."""
         unspent = self.unspent(place, now_s)
@@ -146,3 +157,7 @@ class CreditBook:
             for place, held in self._held.items()
         }
         return f"<CreditBook epoch={self.epoch} left={left}>"
+
+
+def _least(works: Mapping[Place, int], most: Mapping[Place, int]) -> dict[Place, int]:
+    return {place: min(count, most.get(place, 0)) for place, count in works.items()}

@@ -228,7 +228,7 @@ class Dispatcher:
         entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
         if entry is not None and self._ledger[grant.engine].remove(grant.work_id, grant.attempt):
             now_s = self._clock.pool_s()
-            if entry.progress is not None and not self._presence.sole:
+            if not self._presence.sole:
                 self._steward.finished(grant.engine, entry)
             self._known(grant)
             self._journal.ended(grant.work_id, grant.attempt, outcome, int(now_s * 1000))
@@ -304,6 +304,7 @@ class Dispatcher:
         placements: list[Placement] = []
         due: list[Work] = []
         if fresh:
+            self._giving()
             placements, due = self.planner.plan(fresh, policy, now_s)
         # A claim that may or may not have been made is repeated as it was, not decided anew: its place is still held.
         repeated = [replace(grant, expires_s=now_s + GRANT_VALID_S) for grant in self._uncertain.values()]
@@ -442,7 +443,13 @@ class Dispatcher:
         if self._decides:
             late = self.queued.late(self._store.current, self._clock.pool_s())
             waiting = {name: self.queued.depth(name) - late.get(name, 0) for name in self._store.current.classes}
+            self._giving()
             await self._steward.give(waiting, self._credit.started)
+
+    def _giving(self) -> None:
+        """What is free is about to be given away: what we have of it is no share of ours."""
+        if not self._presence.sole:
+            self._credit.giving(self._ledger.running_here(), self._clock.now_s())
 
     def _take_in(self, hearing: Hearing) -> None:
         """Learn from what happened elsewhere as from what happens here."""

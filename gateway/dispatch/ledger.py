@@ -167,8 +167,8 @@ class EngineLedger:
             self.version += 1
 
     def entries_of(self, class_name: str) -> int:
-        """Attempts of a class that run in this process, or will."""
-        return sum(one.claimed is None and one.work.class_name == class_name for one in self.entries.values())
+        """Attempts of a class that run in this process."""
+        return sum(one.taken and one.work.class_name == class_name for one in self.entries.values())
 
     def sent_by(self, by_s: float) -> int:
         """Attempts of this process that were sent by then."""
@@ -256,12 +256,13 @@ class Ledger:
             ledger.refresh()
 
     def running_here(self) -> dict[Place, InFlight]:
-        """Sums of the attempts of this process, by place, as its session reports them."""
+        """Sums of the attempts of this process, by place, as its session reports them. A claim whose answer is not there is
+        not among them: it may be another's work, and where it was made the store knows of it."""
         sums: dict[Place, InFlight] = {}
         for name, ledger in self._engines.items():
             by_class: dict[str, list[int]] = {}
             for entry in ledger.entries.values():
-                if entry.claimed is None:
+                if entry.taken:
                     class_name = entry.work.class_name
                     one = by_class.get(class_name)
                     if one is None:

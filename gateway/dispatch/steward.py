@@ -203,8 +203,10 @@ class Steward:
         return {session: report for session, report in reports.items() if session.id not in self._over}
 
     def finished(self, engine: str, entry: Entry) -> None:
-        """An attempt that was sent from this process has ended."""
-        self._sightings.ended(engine, entry.taken_s, self._clock.pool_s())
+        """An attempt of this process has ended, or will not begin."""
+        if entry.progress is not None:
+            self._sightings.ended(engine, entry.taken_s, self._clock.pool_s())
+        self._count_own()  # its floor may not have been above what ran
 
     def _look_at_engines(self, now_s: float, reports: Mapping[Session, SessionReport]) -> None:
         """Compare the newest polls with what runs, as long as somebody is silent."""
@@ -246,6 +248,7 @@ class Steward:
     def step_down(self) -> Hearing:
         """This process leads no more: keep count of nothing but what runs here."""
         self._sightings.forget_all()
+        self._others.clear()
         return Hearing(self._ledger.only_here(), self._elsewhere.forget_all())
 
     async def _drop_settled(self, now_s: float) -> list[Entry]:
@@ -276,7 +279,7 @@ class Steward:
         own = self._others.get(self._presence.session)
         if own is not None:
             own.report = replace(own.report, started=dict(started))
-            self._count(self._presence.session, own, self._clock.pool_s())
+        self._count_own()
 
     async def give(self, waiting: Mapping[str, int], own_started: Mapping[Place, InFlight]) -> None:
         """Write the credit of all sessions where it has to change or would run out. Raises QueueUnavailable.
@@ -412,6 +415,12 @@ class Steward:
                 allowed[engine][class_name] = most if session in self._lost else _beyond(most, runs)
         for engine, by_class in sums.items():
             self._ledger[engine].elsewhere(session, by_class, allowed[engine], lost=session in self._lost)
+
+    def _count_own(self) -> None:
+        """What this process may start beside what runs here has changed."""
+        own = self._others.get(self._presence.session)
+        if own is not None:
+            self._count(self._presence.session, own, self._clock.pool_s())
 
     def _most(self, session: Session, other: Other, place: Place, runs: InFlight, now_s: float) -> InFlight:
         """The most that a session can have on a place, now or at any moment before it is heard of again."""

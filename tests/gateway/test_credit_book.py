@@ -84,3 +84,29 @@ def test_a_share_halves_and_counts_what_still_runs() -> None:
     assert at_once == "a"
     assert later is None
     assert [share_left(4, seconds) for seconds in (0, 10, 20, 30, 60)] == [4, 2, 1, 1, 0]
+
+
+def told(works: int) -> CreditBook:
+    """It has told of so many works that run, and is answered."""
+    held = CreditBook()
+    held.reporting({PLACE: InFlight(works, 0, 0)}, 100.0)
+    held.renewed(Renewed({}), sent_s=100.0, now_ms=0)
+    return held
+
+
+def test_a_leader_has_no_share_of_a_place_that_it_gave_away_as_its_work_had_ended() -> None:
+    held = told(3)
+
+    held.giving({PLACE: InFlight(2, 0, 0)}, 100.1)
+
+    assert held.share(PLACE, 100.2) == 2
+
+
+def test_the_answer_to_a_report_of_before_gives_a_leader_nothing_back() -> None:
+    held = told(3)
+    held.reporting({PLACE: InFlight(3, 0, 0)}, 100.5)
+
+    held.giving({PLACE: InFlight(2, 0, 0)}, 100.6)
+    held.renewed(Renewed({}), sent_s=100.5, now_ms=500)
+
+    assert held.share(PLACE, 100.7) == 2

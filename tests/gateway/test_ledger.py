@@ -111,12 +111,26 @@ def test_a_report_sums_by_engine_and_class() -> None:
     ledger["a"].add(work(2, prompt_tokens=16), 1, 0.0)
     ledger["b"].add(work(3, class_name="bulk", prompt_tokens=16), 1, 0.0)
     ledger["a"].first_token("w1", 1)
+    for _, one in ledger:
+        for entry in one.entries.values():
+            entry.taken_s = 1.0
 
     report = ledger.running_here()
 
     assert report["a", "interactive"].works == 2
     assert report["a", "interactive"].prefill_tokens == 16
     assert report["b", "bulk"].kv_tokens == 16
+
+
+def test_a_claim_whose_answer_is_not_there_is_not_told_to_run_here() -> None:
+    ledger = Ledger()
+    ledger["a"].add(work(1), 1, 0.0)
+    ledger["a"].add(work(2), 1, 0.0)
+    ledger["a"].entries["w1", 1].taken_s = 1.0
+
+    assert ledger.running_here()["a", "interactive"].works == 1
+    assert ledger["a"].entries_of("interactive") == 1
+    assert ledger["a"].in_flight == {"interactive": 2}
 
 
 OTHER = Session("other", 1)

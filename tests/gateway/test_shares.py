@@ -314,6 +314,27 @@ def test_a_process_that_serves_nobody_holds_no_place() -> None:
     assert pool.counted == 0
 
 
+def test_a_leader_s_own_floor_is_kept_free_again_from_the_moment_that_its_work_ends() -> None:
+    pool = Pool([])
+    ledger, one = pool.engine.ledger, work(0)
+    for _ in range(2):
+        report = SessionReport(serves=True)
+        now(pool.queue.renew_session(LEADER, now_ms=int(pool.now_s * 1000), valid_for_ms=5_000, report=report))
+        pool.waiting = {"chat": 5}
+        pool.tick()
+        pool.now_s += 3.0
+    ledger.add(one, 1, pool.now_s)
+    entry = ledger.entries[one.id, 1]
+    entry.taken_s = pool.now_s
+    pool.tick()
+    while_it_runs = pool.counted
+
+    ledger.remove(one.id, 1)
+    pool.steward.finished("e", entry)
+
+    assert (while_it_runs, pool.counted) == (1, 1)
+
+
 STEPS = ("start", "start", "end", "renew", "lose the call", "lose the answer", "tick", "busy", "idle", "wait", "long")
 
 

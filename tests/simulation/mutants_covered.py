@@ -368,6 +368,18 @@ COVERED = (
     ),
     Covered(
         Mutant(
+            "a leader uses a share",
+            DISPATCHER + "_on_share",
+            " and not self._presence.leads",
+            "",
+            None,
+            0,
+            "leader_without_renewals",
+        ),
+        "It keeps no more than ran here when it last gave anything away, and counts what it starts.",
+    ),
+    Covered(
+        Mutant(
             "a grant is given back whichever it is by now",
             OWNER + "_give_back",
             "[seq for _, (_, seq) in refused]",

@@ -171,8 +171,8 @@ PROCESS_MUTANTS = (
     Mutant(
         "what may be kept grows unheard",
         CREDIT + "reporting",
-        "min(works, self._reported.get(place, 0))",
-        "works",
+        "_least(self._kept, self._reported)",
+        "self._kept",
         Invariant.INSIDE_WINDOW,
         0,
         "credit_unheard",

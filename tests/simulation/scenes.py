@@ -325,6 +325,21 @@ SCENES: Mapping[str, Plan] = {
         clients=[_clients(1, 1.0, 6, MIDDLE), _clients(2, 1.2, 10, LONG), _clients(1, 3.6, 4, MIDDLE, every_s=0.1)],
         calls=[CallFault(1, Call.RENEW, 2.9, 2.0, lost=True)],
     ),
+    # The same, but that its works end and their places are given away in its last moment, and it has told that it runs them.
+    "leader_without_leadership": _plan(
+        7.0,
+        gateways=2,
+        window=8,
+        clients=[
+            _clients(1, 1.6, 7, MIDDLE, every_s=0.1),
+            _clients(2, 2.4, 8, LONG),
+            _clients(1, 4.2, 10, SHORT, every_s=0.05),
+        ],
+        calls=[
+            CallFault(1, Call.LEAD, 3.0, 3.5, lost=True),
+            CallFault(1, Call.RENEW, 3.0, 3.5, answer_late_s=0.4),
+        ],
+    ),
     # -- Claims and grants ------------------------------------------------------------------------------------------------
     # Claims are made and the leader does not hear of it, whose owner reads its grants late.
     "claims_unheard": _plan(
@@ -399,6 +414,21 @@ SCENES: Mapping[str, Plan] = {
             CallFault(1, Call.RENEW, 5.0, 4.0, lost=True),
             CallFault(1, Call.CLAIM, 5.0, 4.0, unheard=True),
             CallFault(1, Call.TAKE, 5.0, 4.0, lost=True),
+        ],
+    ),
+    # A leader has claimed works of another process, and is answered when its time is over and it may use its share.
+    "claims_heard_without_leading": _plan(
+        7.0,
+        gateways=2,
+        window=8,
+        clients=[
+            _clients(1, 1.5, 7, MIDDLE, every_s=0.1),
+            _clients(2, 2.4, 8, LONG),
+            _clients(1, 4.2, 10, SHORT, every_s=0.05),
+        ],
+        calls=[
+            CallFault(1, Call.LEAD, 3.0, 3.5, lost=True),
+            CallFault(1, Call.CLAIM, 3.0, 3.5, answer_late_s=0.4),
         ],
     ),
     # Grants are not read until they have expired.

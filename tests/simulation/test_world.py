@@ -40,6 +40,8 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "a work of a stopped gateway that its engine had ended counted as running there": (Kind.STORM, 29),
     "a successor was to keep places for a process that a flush had taken before its time": (Kind.MANY, 166),
     "the token that a gateway asks of a stuck engine was taken for a work that it had forgotten": (Kind.SINGLE, 49),
+    "a leader gave the place of a work of its own away, and kept it as its share": (Kind.MANY, 382),
+    "a claim of another's work counted in the share of the one that had claimed it": (Kind.MANY, 471),
     "a claim of another's work was told as an attempt of the one that had claimed it": ("claims_without_leading", 0),
 }
 """Seeds that showed a fault once: they stay in the suite, whatever else it runs."""
