@@ -61,7 +61,7 @@ def parse_engine(text: str) -> EngineSettings:
     match = _ENGINE.fullmatch(text.strip())
     if match is None:
         raise AddressError(
-            f"engine {_shown(text)!r}: expected [NAME=][KIND+]http://HOST:PORT; e.g. --engine tgi+http://gpu2:8080"
+            f"engine {shown_url(text)!r}: expected [NAME=][KIND+]http://HOST:PORT; e.g. --engine tgi+http://gpu2:8080"
         )
     return engine_at(match["url"], name=match["name"], kind=match["kind"] or "auto")
 
@@ -91,22 +91,44 @@ def normalise_url(text: str, *, what: str = "engine url") -> str:
         parts = urlsplit(text.strip())
         port = parts.port
     except ValueError:
-        raise AddressError(f"{what} {_shown(text)!r}: expected http://HOST:PORT with a port of 1 to 65535") from None
-    if parts.scheme not in {"http", "https"} or not parts.hostname or re.search(r"[\s\x00-\x1f]", text.strip()):
-        raise AddressError(f"{what} {_shown(text)!r}: expected http://HOST:PORT or https://HOST:PORT")
+        raise AddressError(f"{what} {shown_url(text)!r}: expected http://HOST:PORT with a port of 1 to 65535") from None
+    if port == 0:
+        raise AddressError(f"{what} {shown_url(text)!r}: expected http://HOST:PORT with a port of 1 to 65535")
+    if (
+        parts.scheme not in {"http", "https"}
+        or not _is_host(parts.hostname or "")
+        or re.search(r"[\s\x00-\x1f]", text.strip())
+    ):
+        raise AddressError(f"{what} {shown_url(text)!r}: expected http://HOST:PORT or https://HOST:PORT")
     if parts.username is not None or parts.password is not None:
         raise AddressError(
-            f"{what} {_shown(text)!r}: must not hold credentials; give the engine's key as api_key, api_key_env or"
+            f"{what} {shown_url(text)!r}: must not hold credentials; give the engine's key as api_key, api_key_env or"
             " HEADRACE_ENGINE_API_KEY"
         )
     if parts.query or parts.fragment or "?" in text or "#" in text:
-        raise AddressError(f"{what} {_shown(text)!r}: must not hold a query or a fragment; remove it")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        raise AddressError(f"{what} {shown_url(text)!r}: must not hold a query or a fragment; remove it")
+    host = parts.hostname or ""
+    host = f"[{host}]" if ":" in host else host
     path = re.sub(r"/+", "/", parts.path).rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{path}"
 
 
-def _shown(text: str) -> str:
-    """The operator's own text as an error may repeat it: cut at a query, and what stands before an @ left out."""
-    head = re.split(r"[?#]", text, maxsplit=1)[0]
-    return re.sub(r"(://|^)[^/]*@", r"\1…@", head)[:200]
+def _is_host(name: str) -> bool:
+    """Whether a name service could be asked for it, or it is an address."""
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return ":" in name
+
+
+def shown_url(text: str) -> str:
+    """An operator's URL as a message may repeat it: without credentials and query.
+
+    A password with a bare / ? or # in it is a mistake that is made, and then is not where one stands: so nothing before
+    the last @ is shown, and where that @ follows a ? or # nothing at all.
+    """
+    head, _, tail = re.sub("#", "?", text).partition("?")
+    scheme = head.partition("://")[0] + "://" if "://" in head else ""
+    if "@" in tail:
+        return f"{scheme}…"[:200]
+    return (f"{scheme}…@{head.rpartition('@')[2]}" if "@" in head else head)[:200]

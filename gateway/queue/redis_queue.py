@@ -85,7 +85,7 @@ from gateway.queue.keys import (
 from gateway.queue.keys import encoded as _encoded
 from gateway.queue.lua import load
 from gateway.queue.primary import Primary, PrimaryUnknown, Service, Slot, ToPrimary, ToPrimaryTls
-from gateway.queue.store_url import StoreUrl, parse_store_url
+from gateway.queue.store_url import StoreUrl, StoreUrlError, parse_store_url, shown
 from gateway.queue.wire import (
     BODY_LETTERS,
     owner_in,
@@ -151,12 +151,21 @@ def connect(url: str, *, pool: str = "default") -> Redis:
         "socket_timeout": None,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "health_check_interval": 0,
-        **parse_url(store.one_server),
     }
+    try:
+        options |= parse_url(store.one_server)
+        options.get("connection_class", Connection)(**{key: options[key] for key in options if key not in _OF_THE_POOL})
+    except (TypeError, ValueError):
+        raise StoreUrlError(
+            f"{shown(url)!r}: its options after the ? are not all known to redis-py; correct them, or leave them out"
+        ) from None
     if store.nodes:
         options |= _to_primary(store, pool, options)
     client: Redis = Redis.from_pool(ConnectionPool(**options))
     return client
+
+
+_OF_THE_POOL = frozenset({"connection_class", "max_connections"})
 
 
 def _to_primary(store: StoreUrl, pool: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, unquote, urlencode
 
+from gateway.addresses import shown_url
+
 SCHEMES = (
     "redis",
     "rediss",
@@ -32,6 +34,7 @@ _URL = re.compile(
 )
 """Read here, since the standard library takes a list of bracketed addresses for a mistake."""
 _NODE = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\[\]:,\s]+)(?::(?P<port>\d{1,5}))?")
+_DATABASE = re.compile(r"/?|/\d{1,9}/?", re.ASCII)
 _PORTS = {"": 6379, "sentinel": 26379, "cluster": 6379}
 
 
@@ -66,6 +69,8 @@ def parse_store_url(text: str) -> StoreUrl:
         return StoreUrl(text)
     nodes = tuple(_node(text, host, _PORTS[kind]) for host in match["hosts"].split(",") if host or kind)
     if not kind:
+        if len(nodes) > 1 or not _DATABASE.fullmatch(match["path"]):
+            raise _refused(text, f"{scheme}://HOST:PORT/NUMBER, with one host and the number of a database")
         return StoreUrl(text)
     service, _, database = match["path"].strip("/").partition("/")
     if kind == "cluster" and service:
@@ -83,8 +88,7 @@ def parse_store_url(text: str) -> StoreUrl:
 
 def shown(text: str) -> str:
     """The URL as it may be printed: without credentials and query."""
-    match = _URL.fullmatch(text)
-    return "?" if match is None else f"{match['scheme']}://{match['hosts']}{match['path']}"
+    return shown_url(text).replace("…@", "")
 
 
 def _node(url: str, text: str, default_port: int) -> Node:
@@ -96,4 +100,5 @@ def _node(url: str, text: str, default_port: int) -> Node:
 
 
 def _refused(url: str, expected: str) -> StoreUrlError:
-    return StoreUrlError(f"{shown(url)!r}: expected {expected}; correct it, or leave it out for a private Valkey")
+    hint = ", with / ? # and @ of a password percent-encoded" if "@" in url else ""
+    return StoreUrlError(f"{shown(url)!r}: expected {expected}{hint}; correct it, or leave it out for a private Valkey")

@@ -71,6 +71,11 @@ def test_an_engine_flag_holds_name_kind_and_url(text: str, expected: EngineSetti
         "http://u:hunter2@h:notaport",
         "u:hunter2@gpu1:8000",
         "ftp://u:hunter2@gpu1",
+        "http://u:a/hunter2@gpu1:8000",
+        "http://u:hunter2/x@gpu1:8000",
+        "http://u:hunter2?x@gpu1:8000",
+        "http://u:hunter2#x@gpu1:8000",
+        "x=vllm+http://u:hunt@hunter2/x@gpu1:8000",
     ],
 )
 def test_a_url_with_a_credential_is_refused_without_repeating_it(text: str) -> None:
@@ -82,7 +87,10 @@ def test_a_url_with_a_credential_is_refused_without_repeating_it(text: str) -> N
 
 @pytest.mark.parametrize(
     "text",
-    ["", "gpu1:8000", "http://", "http://:80", "http://h:99999", "nope+http://h", "a b=http://h", "http://h /x"],
+    [
+        *("", "gpu1:8000", "http://", "http://:80", "http://h:99999", "nope+http://h", "a b=http://h", "http://h /x"),
+        *("http://h:0", "http://a..b", f"http://{'a' * 64}.example"),
+    ],
 )
 def test_what_names_no_engine_is_refused(text: str) -> None:
     with pytest.raises(AddressError, match="expected"):

@@ -44,6 +44,15 @@ def test_a_store_s_url_is_read(text: str, expected: StoreUrl) -> None:
         ("redis+cluster://a/1", "no path, since a cluster has only database 0"),
         ("redis+sentinel://a,b", "the primary's name after the hosts"),
         ("redis+sentinel://a/s/x?sentinel_password=hunter2", "a database number"),
+        ("redis://h/production", "the number of a database"),
+        ("redis://h/0/1", "the number of a database"),
+        ("redis://h/-1", "the number of a database"),
+        ("redis://:hunter2@h,i/0", "with one host"),
+        ("redis://u:a/hunter2@h:6379/0", "percent-encoded"),
+        ("redis://u:6379/hunter2@h:6379/0", "percent-encoded"),
+        ("redis://u:hunter2?x@h:6379/0", "percent-encoded"),
+        ("redis://u:hunter2#x@h:6379/0", "percent-encoded"),
+        ("redis+sentinel://a,b?sentinel_password=x@hunter2", "the primary's name after the hosts"),
     ],
 )
 def test_what_names_no_store_is_refused_without_its_secrets(text: str, told: str) -> None:
@@ -66,6 +75,18 @@ def test_what_names_no_store_is_refused_without_its_secrets(text: str, told: str
 def test_a_url_is_shown_with_where_but_not_with_the_password(url: str, expected: str) -> None:
     assert shown(url) == expected
     assert "pw" not in repr(parse_store_url(url))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://h?db=x", "redis://h/0?hunter2=1", "redis://h?socket_timeout=hunter2", "redis+sentinel://h/s?hunter2=1"],
+)
+def test_options_that_the_client_does_not_know_are_told_without_them(url: str) -> None:
+    with pytest.raises(StoreUrlError) as caught:
+        connect(url)
+
+    assert "options after the ?" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_credentials_and_tls_reach_the_nodes_that_are_asked_and_the_primary() -> None:
