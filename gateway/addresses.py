@@ -100,7 +100,7 @@ def normalise_url(text: str, *, what: str = "engine url") -> str:
         or re.search(r"[\s\x00-\x1f]", text.strip())
     ):
         raise AddressError(f"{what} {shown_url(text)!r}: expected http://HOST:PORT or https://HOST:PORT")
-    if parts.username is not None or parts.password is not None:
+    if "@" in text:  # also in the path, where a password with a bare / in it would end up
         raise AddressError(
             f"{what} {shown_url(text)!r}: must not hold credentials; give the engine's key as api_key, api_key_env or"
             " HEADRACE_ENGINE_API_KEY"

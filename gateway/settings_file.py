@@ -361,7 +361,7 @@ class RecorderSection(BaseModel):
 def _collector_url(text: str) -> str:
     """Whole, with its path: nothing is added. Credentials in it would be shown, so that they are refused."""
     parts = urlsplit(text.strip())
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.password or parts.query:
+    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in text or parts.query or parts.fragment:
         raise ValueError(
             "must be http(s)://HOST:PORT/v1/traces without credentials or a query; a collector's key goes into"
             " OTEL_EXPORTER_OTLP_HEADERS"

@@ -72,6 +72,7 @@ def test_an_engine_flag_holds_name_kind_and_url(text: str, expected: EngineSetti
         "u:hunter2@gpu1:8000",
         "ftp://u:hunter2@gpu1",
         "http://u:a/hunter2@gpu1:8000",
+        "http://u:80/hunter2@gpu1:8000",
         "http://u:hunter2/x@gpu1:8000",
         "http://u:hunter2?x@gpu1:8000",
         "http://u:hunter2#x@gpu1:8000",

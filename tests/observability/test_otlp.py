@@ -131,6 +131,7 @@ async def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.
     [
         "{url: 'collector:4318'}",
         "{url: 'http://user:pass@c/v1/traces'}",
+        "{url: 'http://user:80/x/user:pass@c/v1/traces'}",
         "{url: 'http://c/v1?k=1'}",
         "{sample_ratio: 2}",
     ],
