@@ -26,6 +26,7 @@ from gateway.errors import Refusal
 from gateway.instruments import (
     ATTEMPTS,
     BUILD_INFO,
+    COARSE_BUCKETS_S,
     DEADLINES,
     DECISION_TIME,
     DECISIONS,
@@ -138,7 +139,7 @@ class Telemetry:
         self._counters = {row: Counter(row) for row in INSTRUMENTS if row.kind is Kind.COUNTER}
         self._gauges = {row: Gauge(row) for row in INSTRUMENTS if row.kind is Kind.GAUGE}
         self._histograms = {
-            row: Histogram(row, top=longest_s if row.buckets is LATENCY_BUCKETS_S else 0.0)
+            row: Histogram(row, top=longest_s if row.buckets in (LATENCY_BUCKETS_S, COARSE_BUCKETS_S) else 0.0)
             for row in INSTRUMENTS
             if row.kind is Kind.HISTOGRAM
         }
