@@ -92,6 +92,23 @@ def error_in(payload: Mapping[str, object]) -> EngineError | None:
     return None
 
 
+def error_without_its_name(payload: JsonObject) -> EngineError | None:
+    """The error in a payload that says nothing else: a detail, a list of errors, or a message with an HTTP status.
+
+    For streams whose payloads are known by their fields; in any other object these words may be part of an answer.
+    """
+    errors = payload.get("errors")
+    first = errors[0] if isinstance(errors, list) and errors else errors
+    if isinstance(first, dict):
+        return error_of(first, payload)
+    if first and isinstance(first, str):
+        return error_of({"message": first}, payload)
+    numbers = (payload.get("code"), payload.get("status"), payload.get("status_code"))
+    if payload.get("detail") or (payload.get("message") and any(map(_http_status, numbers))):
+        return error_of({**payload, "message": _plain_message(payload)}, payload)
+    return None
+
+
 def error_named(data: bytes, payload: JsonObject | None) -> EngineError:
     """The error in an event that is called one: an object of any form, or plain text."""
     if payload is None:

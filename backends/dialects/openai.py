@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from backends.dialects.errors import EngineError, aborted
+from backends.dialects.errors import EngineError, aborted, error_without_its_name
 from backends.dialects.payload import ABORTED_FINISHES, JsonObject, child, count
 from backends.dialects.reading import EventReader, Verdict
 
@@ -55,7 +55,9 @@ class OpenAIReader(EventReader):
         if isinstance(payload.get("stop"), bool):
             self._on_completion(payload)
             return Verdict.KEEP
-        return Verdict.DROP if self._strip_usage and isinstance(usage, dict) else Verdict.KEEP
+        if not isinstance(usage, dict):
+            return error_without_its_name(payload) or Verdict.KEEP
+        return Verdict.DROP if self._strip_usage else Verdict.KEEP
 
     def _on_choice(self, choice: JsonObject) -> EngineError | None:
         finish = choice.get("finish_reason")

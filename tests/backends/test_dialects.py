@@ -325,6 +325,11 @@ def test_absurd_usage_is_unknown(usage: object) -> None:
         ({"error": "boom"}, EngineError(500, "boom")),
         ({"error": True, "message": "boom"}, EngineError(500, "boom")),
         ({"error": {"code": "server_error"}}, EngineError(500, "", "", "server_error")),
+        ({"detail": "dead"}, EngineError(500, "dead")),
+        ({"detail": [{"msg": "too long"}], "status": 422}, EngineError(422, "too long", reason="rejected")),
+        ({"message": "busy", "code": 503}, EngineError(503, "busy", "", 503, None, "overloaded")),
+        ({"errors": [{"message": "dead", "code": 500}]}, EngineError(500, "dead", "", 500)),
+        ({"errors": ["dead"]}, EngineError(500, "dead")),
     ],
 )
 def test_an_error_inside_a_200_is_found_in_every_shape(payload: object, expected: EngineError) -> None:
@@ -332,6 +337,20 @@ def test_an_error_inside_a_200_is_found_in_every_shape(payload: object, expected
 
     assert seen.error == expected
     assert seen.forwarded == chat("ok so far") + chat("more") + chat("last")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"errors": []},
+        {"message": "queued"},
+        {"message": "queued", "code": 200},
+        {"detail": None},
+        {"choices": [{}], "detail": "x"},
+    ],
+)
+def test_a_word_of_a_server_that_names_no_fault_is_no_error(payload: object) -> None:
+    assert read([chat("a"), event(payload), chat("", "stop"), DONE]).error is None
 
 
 @pytest.mark.parametrize(("finish", "status"), [("abort", 503), ("error", 502)])
