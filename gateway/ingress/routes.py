@@ -81,7 +81,7 @@ def parse_target(raw: str, mount_path: str) -> Target:
             raise _no_such_path(path, f"the gateway is mounted under {mount}")
     if not query.isascii():
         query = quote(query, safe=_QUERY_SAFE, errors="surrogateescape")
-    return Target(path, _CREDENTIAL_PARAMETERS.sub("", query).strip("&") if query else "")
+    return Target(path, "&".join(part for part in query.split("&") if not _is_credential(part)) if query else "")
 
 
 def find(path: str) -> Route:
@@ -144,7 +144,16 @@ _PATH = re.compile(r"/[A-Za-z0-9\-._~!$&'()*+,;=:@/%]*")
 # Also between escaped slashes and before a parameter: a server behind us may undo the one and cut off the other.
 _DOT_SEGMENT = re.compile(r"(?:^|/|%2F|%5C)\.\.?(?:$|/|%2F|%5C|;|%3B)")
 _QUERY_SAFE = "!$&'()*+,;=:@/?%-._~"
-_CREDENTIAL_PARAMETERS = re.compile(r"(?:(?<=^)|(?<=&))(?:api[-_]?key|key|access_token|token)=[^&]*&?", re.IGNORECASE)
+_CREDENTIAL_PARAMETER = re.compile(
+    r"(?:.*[-_])?api[-_]?key|key|(?:subscription|access|auth)[-_]key|(?:(?:access|auth|bearer|id)[-_]?)?token"
+    r"|authorization|password|secret",
+    re.IGNORECASE,
+)
+
+
+def _is_credential(part: str) -> bool:
+    """Whether a part of a query is called like a key, however that is spelled: engines write their queries to a log."""
+    return _CREDENTIAL_PARAMETER.fullmatch(unquote(part.partition("=")[0]).strip()) is not None
 
 
 def _normalise(path: str) -> str:

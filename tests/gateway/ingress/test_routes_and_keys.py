@@ -406,6 +406,30 @@ def test_odd_targets_are_a_target_or_refused(raw: str) -> None:
         assert parse_target(raw, "").line.startswith(b"/")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "api_key",
+        "API-Key",
+        "apikey",
+        "x-api-key",
+        "api%5Fkey",
+        "k%65y",
+        "token",
+        "auth_token",
+        "Authorization",
+        "x-goog-api-key",
+    ],
+)
+def test_a_query_goes_on_without_what_is_called_like_a_key_however_it_is_spelled(name: str) -> None:
+    assert parse_target(f"/v1/x?a=1&{name}=sk-good&b=2&&c", "").query == "a=1&b=2&&c"
+
+
+@pytest.mark.parametrize("query", ["max_tokens=5", "keyword=a", "tokenizer=b", "stream=true", "monkey=1", "&", "a=1&"])
+def test_a_query_of_other_names_goes_on_as_it_is(query: str) -> None:
+    assert parse_target(f"/v1/x?{query}", "").query == query
+
+
 def test_a_ring_finds_a_key_by_its_digest_alone() -> None:
     assert RING.find(b"sk-good") == Caller("acme", "k1", "bulk")
     assert RING.find(b"sk-goo") is None
