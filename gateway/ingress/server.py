@@ -292,9 +292,13 @@ class Ingress:
         return facts
 
     def _default_model(self) -> str | None:
-        """The model of requests that name none: the configured one, else the only one there is."""
-        if self._settings.tgi_default_model is not None:
-            return self._settings.tgi_default_model
+        """The model of requests that name none: the configured one, else the only one there is.
+
+        As engines call it: an alias would be written into a body that has no model.
+        """
+        default = self._settings.tgi_default_model
+        if default is not None:
+            return self._aliases.get(default, default)
         models = self._catalogue.models()
         return str(models[0].get("id")) if len(models) == 1 else None
 

@@ -192,6 +192,16 @@ async def test_tgi_bodies_without_a_model_go_to_the_default(start: Start) -> Non
     assert (exchange.facts.model, exchange.facts.stream, exchange.dialect) == ("tiny", True, Dialect.TGI)
 
 
+async def test_a_default_that_is_an_alias_is_taken_under_its_engines_name(start: Start) -> None:
+    """A body that names no model has no alias to be replaced: nothing must be written into it."""
+    stand = await start(Settings(tgi_default_model="any", aliases=(("any", "tiny"),)), ring=RING)
+
+    await ask(stand.port, "POST", "/generate", b'{"inputs":"x"}', KEY)
+    info = await ask(stand.port, "GET", "/info", None, KEY)
+
+    assert (stand.service.served[0].facts.model, info.json()["model_id"]) == ("tiny", "tiny")
+
+
 async def test_without_a_default_a_missing_model_is_a_400_in_the_dialect(start: Start) -> None:
     stand = await start()
 
