@@ -28,7 +28,7 @@ def own(series: Series, models: Collection[str]) -> Series:
     """Rule 1. `models` is the engine's own list, empty while it is unknown."""
     if not models:
         return series
-    return [(labels, value) for labels, value in series if labels.get(MODEL_LABEL, "") in {"", *models}]
+    return [item for item in series if not (model := item[0].get(MODEL_LABEL, "")) or model in models]
 
 
 def once(series: Series) -> Series:

@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from backends.dialects.errors import EngineError, aborted, error_in, error_of
+from backends.dialects.errors import EngineError, aborted, error_in, error_of, error_without_its_name
 from backends.dialects.payload import ABORTED_FINISHES, JsonObject, child, count, holds_json, load, text, usage_tokens
 
 PARSE_MAX_BYTES = 1024 * 1024
@@ -19,6 +19,7 @@ ENDS_BYTES = 4096
 
 _ABORTED = re.compile(rb'"(?:finish_reason|stop_reason)"\s*:\s*"(abort|error)"')
 _USAGE = re.compile(r'"usage"\s*:\s*(?=\{)')
+_CHOICES_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _EVENT_FIELDS = (b"data:", b"event:", b":")
 """A stream of events under the label of JSON is odd, and readable all the same."""
 _NO_USAGE: tuple[int | None, int | None] = (None, None)
@@ -60,6 +61,8 @@ def read_reply(body: bytes, path: str) -> ReplyFacts:
 def _read_object(payload: JsonObject, path: str) -> ReplyFacts:
     prompt, output = _usage(payload)
     error = error_in(payload)
+    if error is None and path in _CHOICES_PATHS and "choices" not in payload:
+        error = error_without_its_name(payload)
     finish = _aborted_finish(payload)
     if error is None and finish:
         error = aborted(finish)

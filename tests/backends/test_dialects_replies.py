@@ -71,6 +71,18 @@ def test_a_200_that_holds_an_error_object_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
+    "payload", [{"detail": "dead"}, {"message": "dead", "code": 500}, {"errors": [{"message": "dead", "code": 500}]}]
+)
+def test_an_error_by_another_name_is_one_where_choices_belong(payload: object) -> None:
+    body = json.dumps(payload).encode()
+
+    made, other = read_reply(body, "/v1/chat/completions").error, read_reply(body, "/v1/vendor/thing").error
+
+    assert made is not None
+    assert (made.status, made.message, other) == (500, "dead", None)
+
+
+@pytest.mark.parametrize(
     ("path", "failed"), [("/v1/responses", True), ("/v1/responses/resp_1", False), ("/v1/batches", False)]
 )
 def test_a_failed_status_is_an_error_where_the_response_is_made(path: str, *, failed: bool) -> None:
