@@ -422,9 +422,9 @@ class Gateway:
         if self._on_decision is not None:
             self._on_decision(decision)
 
-    def _policy_changed(self, _old: Policy, new: Policy) -> None:
+    def _policy_changed(self, old: Policy, new: Policy) -> None:
         self.sizing.adopt(new)
-        self.dispatcher.wake()
+        self.dispatcher.policy_changed(old, new)
 
     def _polled(self, engine: Engine) -> None:
         self.energy.heard(engine)

@@ -8,7 +8,7 @@ waits at all), and what is not wanted any more runs out by itself.
 
 A **floor** is one work that a process may keep in flight on one engine when it is cut off, also if it ran nothing there.
 It is kept free for it all the time, so it is given where it costs nothing (it runs something there already) or where there
-is room, and at most FLOORS of what an engine can hold of a class are floors.
+is room, and at most FLOORS of what an engine can hold of a class are floors; none while it holds more than it should.
 
 Pure: the views count everything in flight, unspent credit included.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from policies.schema import Policy
 from policies.sizing import SizingPolicy
-from policies.vocabulary import EngineState, EngineView, Work
+from policies.vocabulary import EngineState, EngineView, Guard, Work
 
 HANDED_OUT = 0.5
 """Part of an engine's room that is given away as credit; the rest serves what comes by the queue."""
@@ -53,6 +53,14 @@ def room(work: Work, engine: EngineView, sizing: SizingPolicy, now_s: float, *, 
             prefill_tokens=view.prefill_tokens + work.prompt_tokens,
         )
     return found
+
+
+def over_window(work: Work, engine: EngineView, sizing: SizingPolicy, now_s: float) -> bool:
+    """More is in flight than the window in force, or than the engine has seats: one work more would be too many by two."""
+    return any(
+        one.guard in (Guard.WINDOW, Guard.SEATS) and one.value > one.threshold + 1
+        for one in sizing.admit(work, engine, now_s).guards
+    )
 
 
 def creditable(policy: Policy, waiting: Mapping[str, int]) -> list[str]:

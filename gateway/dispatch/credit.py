@@ -10,12 +10,17 @@ has in flight there is below it. Its share is what the leader counts for it anyw
 credit that it held, or the floor that it was told if that is more. A report whose answer did not come may have arrived or not,
 so the least of what was told since the last answer counts. The leader keeps the same share reserved, counted from later,
 so that both sides of a partition together stay inside the window. A leader counts itself by what runs, and gives the rest
-away: when its time is over it has no more than ran here when it last gave anything. Only classes with a TTFT objective ever have credit
-or a share.
+away: when its time is over it has no more than ran here when it last gave anything.
+
+A share is of the windows that it was given under. Where a policy brings others, what was told until everybody went by them
+is no share, nor is what was begun until then.
+
+Only classes with a TTFT objective ever have credit or a share.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -26,6 +31,9 @@ from policies.vocabulary import Work
 HALVING_S = 10.0
 RESERVED_S = 60.0
 """The leader forgets a lost session's share after this; it is less than a sixtieth by then."""
+RESIZED_S = 4.0
+"""Once a process goes by other windows the leader may still go by the old ones for two polls of its file, and the credit
+that it gave then runs for as long again."""
 NOTHING = InFlight()
 
 
@@ -43,7 +51,7 @@ class _Held:
 class CreditBook:
     """See the module header. Owned by the process's dispatcher; `started` goes into each report."""
 
-    __slots__ = ("_floors", "_held", "_kept", "_renewed_s", "_reported", "epoch", "started")
+    __slots__ = ("_floors", "_held", "_kept", "_renewed_s", "_reported", "_settled_s", "epoch", "started")
 
     def __init__(self) -> None:
         self._held: dict[Place, _Held] = {}
@@ -51,11 +59,13 @@ class CreditBook:
         self._kept: dict[Place, int] = {}
         self._reported: dict[Place, int] = {}
         self._renewed_s = 0.0
+        self._settled_s = -math.inf
         self.epoch = 0
         self.started: dict[Place, InFlight] = {}
 
     def reporting(self, running: Mapping[Place, InFlight], now_s: float) -> None:
-        """A report is about to be sent: this runs here, and with the credit that is left it is what we may keep."""
+        """A report is about to be sent: this runs here, and with the credit that is left it is what we may keep. Without what
+        was begun under other windows."""
         self._reported = self._at_most(running, now_s)
         self._kept = _least(self._kept, self._reported)
 
@@ -81,6 +91,10 @@ class CreditBook:
             if credit.expires_ms > now_ms
         }
         self._floors = {place: credit.share for place, credit in renewed.credits.items() if credit.share}
+
+    def resized(self, now_s: float) -> None:
+        """Other windows are in force here."""
+        self._settled_s = now_s + RESIZED_S
 
     def lost(self) -> None:
         """The session is another one: its totals begin anew."""
@@ -116,6 +130,8 @@ class CreditBook:
 
     def share(self, place: Place, now_s: float) -> int:
         """Works that may be in flight on a place while we are cut off."""
+        if self._renewed_s < self._settled_s:
+            return 0
         whole = max(self._floors.get(place, 0), self._kept.get(place, 0))
         return share_left(whole, now_s - self._renewed_s)
 

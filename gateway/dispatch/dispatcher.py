@@ -19,6 +19,7 @@ everything where it is.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -28,13 +29,13 @@ from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
 from gateway.control.presence import Presence
 from gateway.control.roster import Engine, Roster
-from gateway.dispatch.credit import CreditBook
+from gateway.dispatch.credit import RESIZED_S, CreditBook
 from gateway.dispatch.journal import Journal
 from gateway.dispatch.ledger import Ledger, Progress
 from gateway.dispatch.planner import Meter, Planner, Sink
 from gateway.dispatch.queued import LOOK_AHEAD_OTHER, Queued
 from gateway.dispatch.steward import Hearing, Steward
-from gateway.queue.base import Claimed, Queue, QueueUnavailable, SessionReport, Vitals
+from gateway.queue.base import Claimed, InFlight, Place, Queue, QueueUnavailable, SessionReport, Vitals
 from policies.dispatching import Placement
 from policies.ordering.shedding import Infeasible
 from policies.placement import eligible, suited
@@ -59,6 +60,7 @@ class Dispatcher:
         "_ledger",
         "_presence",
         "_queue",
+        "_resized_s",
         "_rng",
         "_roster",
         "_sink",
@@ -109,6 +111,7 @@ class Dispatcher:
             sizing=sizing, roster=roster, ledger=ledger, clock=clock, rng=rng, refuse=refuse, sink=sink, meter=meter
         )
         self._in_vain = 0
+        self._resized_s = -math.inf
         self._uncertain: dict[tuple[str, int], Grant] = {}
         self._took_over = 0
         self._wake = asyncio.Event()
@@ -179,12 +182,19 @@ class Dispatcher:
         events = self._journal.to_tell(epoch, self._presence.now_ms())
         vitals = {engine.name: engine.pulse.vitals(self._clock) for engine in self._roster}
         running = self._ledger.running_here()
-        self._credit.reporting(running, self._clock.now_s())
+        self._credit.reporting(self._of_windows_in_force(running), self._clock.now_s())
         return SessionReport(running, dict(self._credit.started), grants_seq, vitals, events=events)
 
     def vitals(self, engine: Engine) -> dict[object, Vitals]:
         """What calls to an engine say of it, by process; this one's under None."""
         return {None: engine.pulse.vitals(self._clock), **self._steward.vitals(engine.name)}
+
+    def policy_changed(self, old: Policy, new: Policy) -> None:
+        """Another policy is in force."""
+        if old.sizing != new.sizing:
+            self._credit.resized(self._clock.now_s())
+            self._resized_s = self._clock.pool_s() + RESIZED_S
+        self.wake()
 
     def renewed(self) -> None:
         """The last report has arrived."""
@@ -450,6 +460,15 @@ class Dispatcher:
         """What is free is about to be given away: what we have of it is no share of ours."""
         if not self._presence.sole:
             self._credit.giving(self._ledger.running_here(), self._clock.now_s())
+
+    def _of_windows_in_force(self, running: dict[Place, InFlight]) -> dict[Place, InFlight]:
+        """Of what runs here, what was begun since everybody goes by the windows in force."""
+        if self._resized_s == -math.inf:
+            return running
+        begun = self._ledger.running_here(self._resized_s)
+        if begun == running and self._clock.pool_s() > self._resized_s:
+            self._resized_s = -math.inf  # all that is older has ended
+        return begun
 
     def _take_in(self, hearing: Hearing) -> None:
         """Learn from what happened elsewhere as from what happens here."""

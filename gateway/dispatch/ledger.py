@@ -255,14 +255,17 @@ class Ledger:
         for ledger in self._engines.values():
             ledger.refresh()
 
-    def running_here(self) -> dict[Place, InFlight]:
-        """Sums of the attempts of this process, by place, as its session reports them. A claim whose answer is not there is
-        not among them: it may be another's work, and where it was made the store knows of it."""
+    def running_here(self, since_s: float = -math.inf) -> dict[Place, InFlight]:
+        """Sums of the attempts of this process that were begun since then, by place, as its session reports them.
+
+        A claim whose answer is not there is not among them: it may be another's work, and where it was made the store
+        knows of it.
+        """
         sums: dict[Place, InFlight] = {}
         for name, ledger in self._engines.items():
             by_class: dict[str, list[int]] = {}
             for entry in ledger.entries.values():
-                if entry.taken:
+                if since_s <= entry.taken_s < math.inf:
                     class_name = entry.work.class_name
                     one = by_class.get(class_name)
                     if one is None:

@@ -33,7 +33,7 @@ from gateway.dispatch.ledger import Entry, Ledger
 from gateway.dispatch.others import SILENT_S, Other
 from gateway.dispatch.sightings import Sightings
 from gateway.queue.base import Credit, InFlight, Place, Queue, QueueUnavailable, Session, SessionReport, Vitals
-from policies.credit import FLOORS, Allowance, allot, creditable, homes, room, typical
+from policies.credit import FLOORS, Allowance, allot, creditable, homes, over_window, room, typical
 from policies.sizing import Running, SizingPolicy
 from policies.vocabulary import EngineState, EngineView, Work
 
@@ -367,7 +367,9 @@ class Steward:
                 others = [self._others[session] for session in sessions]
                 spare = [room(one, view, self._sizing, now_s, most=2 * len(sessions)) for view in engines]
                 holds = [
-                    int(FLOORS * (view.in_flight.get(class_name, 0) + more))
+                    0
+                    if over_window(one, view, self._sizing, now_s)
+                    else int(FLOORS * (view.in_flight.get(class_name, 0) + more))
                     for view, more in zip(engines, spare, strict=True)
                 ]
                 found = homes(

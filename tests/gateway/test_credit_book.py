@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.dispatch.credit import HALVING_S, CreditBook, share_left
+from gateway.dispatch.credit import HALVING_S, RESIZED_S, CreditBook, share_left
 from gateway.queue.base import Credit, InFlight, Renewed
 from policies.vocabulary import Work
 
@@ -110,3 +110,16 @@ def test_the_answer_to_a_report_of_before_gives_a_leader_nothing_back() -> None:
     held.renewed(Renewed({}), sent_s=100.5, now_ms=500)
 
     assert held.share(PLACE, 100.7) == 2
+
+
+def test_a_share_that_was_told_before_everybody_went_by_other_windows_is_none() -> None:
+    held = book(0, share=1)
+
+    held.resized(100.2)
+    at_once = held.share(PLACE, 100.3)
+    late = Credit(InFlight(), 1, 10_000)
+    held.renewed(Renewed({PLACE: late}), sent_s=100.1 + RESIZED_S, now_ms=4_100)
+    told_too_early = held.share(PLACE, 100.3 + RESIZED_S)
+    held.renewed(Renewed({PLACE: late}), sent_s=100.2 + RESIZED_S, now_ms=4_200)
+
+    assert (at_once, told_too_early, held.share(PLACE, 100.3 + RESIZED_S)) == (0, 0, 1)

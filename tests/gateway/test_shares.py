@@ -277,6 +277,21 @@ def test_a_busy_process_may_keep_what_it_last_reported() -> None:
     assert busy.book.share(PLACE, pool.now_s) == had - 2
 
 
+def test_floors_end_while_more_runs_than_the_window_allows_and_come_again() -> None:
+    pool = Pool(["busy", "idle"])
+    pool.beat()
+    busy, idle = pool.holders
+    has: list[bool] = []
+    for busy.running in (WINDOW + 2, WINDOW - 1):  # as after the window was made smaller
+        for _ in range(20):
+            pool.waiting = {"chat": 5}
+            pool.now_s += 0.25
+            pool.beat()
+        has.append(idle.book.share(PLACE, pool.now_s) > 0)
+
+    assert has == [False, True]
+
+
 def test_floors_leave_half_of_an_engine_to_those_that_have_none() -> None:
     pool = Pool([f"p{number}" for number in range(10)])
 

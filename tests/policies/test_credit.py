@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.credit import HANDED_OUT, allot, creditable, room, split
+from policies.credit import HANDED_OUT, allot, creditable, over_window, room, split, typical
 from policies.limits import build
 from policies.vocabulary import EngineState
 from tests.policies.worlds import NOW_S, engine, policy, work
@@ -77,3 +77,14 @@ def test_a_class_gets_no_credit_while_one_before_it_waits() -> None:
 
     assert creditable(one, {}) == [name for name in one.precedence if one.class_policy(name).has_ttft_objective]
     assert creditable(one, {first: 1}) == []
+
+
+def test_an_engine_is_above_its_window_from_one_work_more_than_full_on() -> None:
+    one = policy("version: 1\nclasses: {chat: {ttft_sla_s: 1}}\nsizing: {fixed: {total: 4, windows: {chat: 4}}}\n")
+
+    above = [
+        over_window(typical("chat", 10, NOW_S), engine("a", in_flight={"chat": works}), build(one), NOW_S)
+        for works in (0, 3, 4, 5, 9)
+    ]
+
+    assert above == [False, False, False, True, True]

@@ -340,6 +340,25 @@ SCENES: Mapping[str, Plan] = {
             CallFault(1, Call.RENEW, 3.0, 3.5, answer_late_s=0.4),
         ],
     ),
+    # Windows get smaller, and the store is away before anybody is told that it has no floor any more.
+    "resized_and_away": _plan(
+        10.0,
+        gateways=5,
+        window=12,
+        clients=[_clients(gateway, 6.0, 2, MIDDLE, every_s=0.3) for gateway in (1, 2, 3, 4, 5)],
+        faults=[Fault(FaultKind.POLICY_EDIT, 1.0, 0.0, "policy"), Fault(FaultKind.QUEUE_AWAY, 2.9, 6.0, "queue")],
+    ),
+    # The same, later: everybody has been told, and what was begun before runs still, more than the window.
+    "resized_before_away": _plan(
+        16.0,
+        gateways=5,
+        window=12,
+        clients=[
+            *(_clients(gateway, 0.5, 2, 40, every_s=0.1) for gateway in (1, 2, 3, 4, 5)),
+            *(_clients(gateway, 8.2, 2, MIDDLE, every_s=0.2) for gateway in (1, 2, 3, 4, 5)),
+        ],
+        faults=[Fault(FaultKind.POLICY_EDIT, 1.0, 0.0, "policy"), Fault(FaultKind.QUEUE_AWAY, 8.0, 6.0, "queue")],
+    ),
     # -- Claims and grants ------------------------------------------------------------------------------------------------
     # Claims are made and the leader does not hear of it, whose owner reads its grants late.
     "claims_unheard": _plan(
