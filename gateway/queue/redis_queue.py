@@ -555,6 +555,9 @@ def _reason(error: Exception) -> str:
         return f"queue store's pool speaks schema {rest}: expected {SCHEMA}; upgrade this process, or give it another store"
     if isinstance(error, ResponseError) and code in _NOT_NOW:
         return f"queue store answers {code}: expected it to take writes; see its log"
+    if isinstance(error, ResponseError) and "unauthenticated" in rest:
+        # What it says instead of NOAUTH to a command of more than ten words, before it closes the connection.
+        return "queue store has come to ask for a password: expected the one in the Redis URL, or none"
     if isinstance(error, ResponseError) and code == "WRONGTYPE":
         return "queue store has something else under a key of the pool: expected it for this pool alone; remove the key"
     return ""

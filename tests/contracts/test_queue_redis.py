@@ -422,6 +422,22 @@ async def test_rights_that_are_taken_away_make_the_store_unavailable_until_they_
             assert await renew(queue)
 
 
+async def test_a_password_that_is_set_later_makes_the_store_unavailable_until_it_is_gone() -> None:
+    """To a long command such a server speaks of a protocol error, and not of a password."""
+    with serving("valkey-9") as server:
+        async with queue_at(server.url) as queue, connect(server.url) as operator:
+            await register(queue)
+            await operator.config_set("requirepass", "new")
+            await queue._client.connection_pool.disconnect()
+            with pytest.raises(QueueUnavailable, match="password"):
+                await renew(queue)
+            with pytest.raises(QueueUnavailable):
+                await queue.time_ms()
+            await operator.config_set("requirepass", "")
+
+            assert await renew(queue)
+
+
 async def test_a_key_that_somebody_else_has_written_makes_the_store_unavailable_until_it_is_gone() -> None:
     with serving("valkey-9") as server:
         async with queue_at(server.url) as queue:
