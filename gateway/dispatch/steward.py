@@ -290,7 +290,8 @@ class Steward:
         now_s = self._clock.pool_s()
         own = self._others.get(self._presence.session)
         if own is not None:
-            own.report = replace(own.report, started=dict(own_started))
+            # Its report is older than the ledger: where a work of its own has ended since, it runs nothing.
+            own.report = replace(own.report, in_flight=self._ledger.running_here(), started=dict(own_started))
         sessions = sorted(self._others, key=lambda session: (session.id, session.epoch))
         serving = [session for session in sessions if self._others[session].can_use_credit(now_s)]
         views = self._roster.views(self._clock.now_s())

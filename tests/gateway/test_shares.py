@@ -350,6 +350,18 @@ def test_a_leader_s_own_floor_is_kept_free_again_from_the_moment_that_its_work_e
     assert (while_it_runs, pool.counted) == (1, 1)
 
 
+def test_a_leader_has_no_floor_where_the_work_that_it_reported_has_ended_and_its_place_is_given_away() -> None:
+    pool = Pool([])
+    report = SessionReport({PLACE: InFlight(1, 10, 0)})
+    now(pool.queue.renew_session(LEADER, now_ms=int(pool.now_s * 1000), valid_for_ms=5_000, report=report))
+    for number in range(WINDOW):
+        pool.engine.ledger.add(work(number), 1, pool.now_s)
+
+    pool.tick()
+
+    assert pool.counted == WINDOW
+
+
 STEPS = ("start", "start", "end", "renew", "lose the call", "lose the answer", "tick", "busy", "idle", "wait", "long")
 
 

@@ -42,6 +42,7 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "the token that a gateway asks of a stuck engine was taken for a work that it had forgotten": (Kind.SINGLE, 49),
     "a leader gave the place of a work of its own away, and kept it as its share": (Kind.MANY, 382),
     "a claim of another's work counted in the share of the one that had claimed it": (Kind.MANY, 471),
+    "a leader had a floor under a work of its own that it had told of and that had ended": (Kind.STORM, 167),
     "shares outlived the windows that they were given under": (Kind.MANY, 411),
     "a claim of another's work was told as an attempt of the one that had claimed it": ("claims_without_leading", 0),
 }
