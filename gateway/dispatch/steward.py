@@ -158,6 +158,7 @@ class Steward:
                 ledger.entries[key].claimed = one.claimed
                 works.append(one.work)
         for session, report in reports.items():
+            self._lost.pop(session, None)  # in an earlier reign of ours: it is back, and counts by what it reports
             self._others[session] = Other(report, credits=dict(standing.credits.get(session, {})))
         return works
 

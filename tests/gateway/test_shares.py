@@ -362,6 +362,24 @@ def test_a_leader_has_no_floor_where_the_work_that_it_reported_has_ended_and_its
     assert pool.counted == WINDOW
 
 
+def test_a_process_that_came_back_between_two_reigns_of_a_leader_counts_by_what_it_reports() -> None:
+    pool = Pool(["a"])
+    (back,) = pool.holders
+    back.renew()
+    pool.tick()
+    pool.now_s += SESSION_VALID_S + 0.1
+    now(pool.steward.hear())
+    lost = set(pool.steward._lost)
+    back.running = 5
+    back.renew()  # nobody has swept it: its session goes on
+
+    now(pool.steward.take_over())
+    now(pool.steward.hear())
+
+    assert lost == {back.session}
+    assert pool.counted == 5
+
+
 STEPS = ("start", "start", "end", "renew", "lose the call", "lose the answer", "tick", "busy", "idle", "wait", "long")
 
 

@@ -43,6 +43,7 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "a leader gave the place of a work of its own away, and kept it as its share": (Kind.MANY, 382),
     "a claim of another's work counted in the share of the one that had claimed it": (Kind.MANY, 471),
     "a leader had a floor under a work of its own that it had told of and that had ended": (Kind.STORM, 167),
+    "a process that was back counted as the lost one that it had been in an earlier reign": (Kind.STORM, 134),
     "shares outlived the windows that they were given under": (Kind.MANY, 411),
     "a claim of another's work was told as an attempt of the one that had claimed it": ("claims_without_leading", 0),
 }
