@@ -513,11 +513,11 @@ class Dispatcher:
         return Grant(work.id, engine, self._credit.epoch, attempt, pool_s + GRANT_VALID_S)
 
     def _take_back(self, grant: Grant) -> None:
-        """Free the place of a grant that nobody will use."""
+        """Free the place of a grant that nobody will use. One that its owner has found in the store meanwhile runs: a refused
+        claim may have been made by an earlier call whose answer was lost."""
+        self._known(grant)
         entry = self._ledger[grant.engine].entries.get((grant.work_id, grant.attempt))
-        if entry is None:
-            self._known(grant)
-        else:
+        if entry is not None and not entry.taken:
             self.finished(entry.work, grant, None)
 
     def _known(self, grant: Grant) -> None:

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from gateway.queue.base import Claimed, QueueUnavailable
 from gateway.queue.memory_queue import MemoryQueue
 from policies.vocabulary import Grant, Work
@@ -19,9 +21,11 @@ BOUNDS = {"chat": 9}
 
 
 class Losing(MemoryQueue):
-    """A store whose answers to claims get lost; meanwhile: what happens while the second one is waited for."""
+    """A store whose answers to claims get lost; meanwhile: what happens while the second one is waited for; refuses: that
+    one, since another process leads by then."""
 
     meanwhile: Any = None
+    refuses = False
     calls = 0
 
     async def claim_many(self, grants: Sequence[Grant], *, now_ms: int) -> list[Claimed | None]:
@@ -30,11 +34,15 @@ class Losing(MemoryQueue):
             await super().claim_many(grants, now_ms=now_ms)
         else:
             await self.meanwhile()
+            if self.refuses:
+                return [None] * len(grants)
         raise QueueUnavailable("the answer was lost")
 
 
-async def test_an_attempt_that_runs_stays_in_the_ledger_when_the_leader_that_was_unsure_of_it_steps_down() -> None:
+@pytest.mark.parametrize("refuses", [False, True], ids=["lost", "refused"])
+async def test_an_attempt_that_runs_stays_in_the_ledger_of_a_leader_that_was_unsure_of_it(*, refuses: bool) -> None:
     queue = Losing(lambda: 100_000)
+    queue.refuses = refuses
     member = made(queue, "a", POLICY, candidate=True, now_s=lambda: 100.0)
     ledger = member.dispatcher._ledger
     queue.meanwhile = member.owner._take_grants

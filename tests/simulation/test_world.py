@@ -46,6 +46,7 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "a process that was back counted as the lost one that it had been in an earlier reign": (Kind.STORM, 134),
     "shares outlived the windows that they were given under": (Kind.MANY, 411),
     "a claim of another's work was told as an attempt of the one that had claimed it": ("claims_without_leading", 0),
+    "a claim that had been made and was refused then took its running work out of the ledger": (Kind.STORM, 175),
 }
 """Seeds that showed a fault once: they stay in the suite, whatever else it runs."""
 
