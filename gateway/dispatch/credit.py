@@ -92,6 +92,11 @@ class CreditBook:
         }
         self._floors = {place: credit.share for place, credit in renewed.credits.items() if credit.share}
 
+    @property
+    def floors(self) -> Mapping[Place, int]:
+        """As we were last told."""
+        return self._floors
+
     def resized(self, now_s: float) -> None:
         """Other windows are in force here."""
         self._settled_s = now_s + RESIZED_S

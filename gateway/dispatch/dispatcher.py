@@ -183,7 +183,9 @@ class Dispatcher:
         vitals = {engine.name: engine.pulse.vitals(self._clock) for engine in self._roster}
         running = self._ledger.running_here()
         self._credit.reporting(self._of_windows_in_force(running), self._clock.now_s())
-        return SessionReport(running, dict(self._credit.started), grants_seq, vitals, events=events)
+        return SessionReport(
+            running, dict(self._credit.started), grants_seq, vitals, floors=self._credit.floors, events=events
+        )
 
     def vitals(self, engine: Engine) -> dict[object, Vitals]:
         """What calls to an engine say of it, by process; this one's under None."""

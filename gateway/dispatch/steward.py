@@ -407,7 +407,7 @@ class Steward:
         """Put into the ledger what a session is taken to have on each engine."""
         sums: dict[str, dict[str, InFlight]] = {engine.name: {} for engine in self._roster}
         allowed: dict[str, dict[str, InFlight]] = {engine.name: {} for engine in self._roster}
-        for place in other.report.in_flight.keys() | other.credits.keys():
+        for place in other.report.in_flight.keys() | other.credits.keys() | other.report.floors.keys():
             engine, class_name = place
             if engine not in sums:
                 continue
@@ -432,6 +432,7 @@ class Steward:
         here, silent_s = session == self._presence.session, other.silent_s(now_s)
         unspent, credit = other.unspent(place), other.credits.get(place)
         could, share = runs.works + unspent.works, 0 if credit is None else credit.share
+        share = max(share, other.report.floors.get(place, 0))  # one that was taken back, and it has not heard so yet
         if here:
             share -= self._ledger[engine].entries_of(class_name)
         seen = None if here or silent_s <= SILENT_S else self._seen(other, place)

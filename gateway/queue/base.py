@@ -170,6 +170,7 @@ class SessionReport:
     vitals       what its calls say of each engine
     renewed_ms   pool time of the renewal that told it; filled in by `Queue.hear`, ignored by `renew_session`
     serves       it takes requests: it can use credit and a share
+    floors       works that it was told to keep when cut off, by place. What was taken back since counts until it says so
     events       what happened since the last renewal that was answered. Unlike the rest they are not replaced by the next
                  report but kept for the leader, so that it hears of each; `Queue.hear` tells them apart from the reports
     """
@@ -180,6 +181,7 @@ class SessionReport:
     vitals: Mapping[str, Vitals] = field(default_factory=dict)
     renewed_ms: int = 0
     serves: bool = True
+    floors: Mapping[Place, int] = field(default_factory=dict)
     events: tuple[Told, ...] = ()
 
 

@@ -145,6 +145,7 @@ class MemoryQueue:
             report.grants_seq,
             dict(report.vitals),
             serves=report.serves,
+            floors=dict(report.floors),
         )
         if known is None:
             if registered:

@@ -137,6 +137,8 @@ def pack_report(report: SessionReport) -> bytes:
     }
     if not report.serves:
         fields["serves"] = False
+    if report.floors:
+        fields["floors"] = [[*place, works] for place, works in report.floors.items()]
     return orjson.dumps(fields)
 
 
@@ -149,6 +151,7 @@ def unpack_report(text: bytes) -> SessionReport:
         fields.get("grants_seq", 0),
         {engine: Vitals(*counts[:5]) for engine, *counts in fields.get("vitals", ())},
         serves=fields.get("serves", True),
+        floors={(engine, class_name): works for engine, class_name, works in fields.get("floors", ())},
     )
 
 

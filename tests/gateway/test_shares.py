@@ -8,6 +8,7 @@ the window (docs/decisions/0013); here every work ends before that, so nothing m
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ class Holder:
         self.failing = not (arrives and answered)
         sent_s, now_ms = self.pool.now_s, int(self.pool.now_s * 1000)
         self.book.reporting(self.sums, sent_s)
-        report = SessionReport(self.sums, dict(self.book.started))
+        report = SessionReport(self.sums, dict(self.book.started), floors=dict(self.book.floors))
         if not arrives:
             return
         renewed = now(self.pool.queue.renew_session(self.session, now_ms=now_ms, valid_for_ms=5_000, report=report))
@@ -224,6 +225,25 @@ def test_a_process_that_is_over_is_not_counted_again_for_an_answer_from_before()
 
     assert dead.session not in {**pool.steward._others, **pool.steward._lost}
     assert {session.id for session in pool.engine.ledger.sessions_elsewhere()} <= {"other"}
+
+
+def test_a_floor_counts_until_its_holder_has_heard_that_it_is_taken_back() -> None:
+    pool = Pool(["a", "b", "c"])
+    *_, deaf = pool.holders
+    for _ in range(20):
+        pool.waiting = {"chat": 5}
+        pool.now_s += 0.25
+        pool.beat()
+    ledger = pool.engine.ledger
+    for number in range(3):  # by now there is no room for floors
+        ledger.add(replace(work(number), class_name="night"), 1, pool.now_s)
+    for _ in range(16):
+        pool.now_s += 0.25
+        for holder in pool.holders:
+            holder.renew(answered=holder is not deaf)
+        pool.tick()
+        assert sum(holder.book.share(PLACE, pool.now_s) for holder in pool.holders) + 3 <= WINDOW
+        assert pool.counted >= sum(holder.book.share(PLACE, pool.now_s) for holder in pool.holders)
 
 
 def test_a_process_that_is_over_while_another_takes_over_is_not_counted() -> None:
