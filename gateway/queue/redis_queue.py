@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -131,6 +132,8 @@ _ENQUEUED = (Enqueued.QUEUED, Enqueued.FULL, Enqueued.TAKEN)
 _SETTLED = (Settled.DONE, Settled.GONE, Settled.FENCED)
 _STALE_NODE = (ReadOnlyError, BusyLoadingError, ClusterDownError, AskError, TimeoutError, RedisTimeoutError)
 _NOT_NOW = ("MISCONF", "NOREPLICAS", "BUSY", "UNKILLABLE")
+_OUR_FAULTS = ("script", "unknown command", "wrong number of arguments", "syntax error", "value is not")
+SAID_MAX_CHARS = 80
 
 T = TypeVar("T")
 _Arg = str | bytes | int
@@ -560,6 +563,10 @@ def _reason(error: Exception) -> str:
         return "queue store has come to ask for a password: expected the one in the Redis URL, or none"
     if isinstance(error, ResponseError) and code == "WRONGTYPE":
         return "queue store has something else under a key of the pool: expected it for this pool alone; remove the key"
+    if isinstance(error, ResponseError) and not any(words in str(error) for words in _OUR_FAULTS):
+        # Proxies and managed stores have errors of their own. Some repeat what was sent: only the beginning is told.
+        said = re.split(r"[,:'\"]", str(error), maxsplit=1)[0][:SAID_MAX_CHARS]
+        return f"queue store answers {said!r}: expected an answer to a command of ours; see its log, or its proxy's"
     return ""
 
 

@@ -448,6 +448,22 @@ async def test_a_key_that_somebody_else_has_written_makes_the_store_unavailable_
             assert await register(queue)
 
 
+@pytest.mark.parametrize("said", ["ERR upstream failure: hr:{p}:works", "UPSTREAM no healthy host", "ERR Proxy error"])
+async def test_an_error_of_a_store_s_own_makes_it_unavailable_and_what_was_sent_is_not_told(said: str) -> None:
+    async def refusing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            while data := await reader.read(65_536):
+                introductions = data.count(b"SETINFO")
+                writer.write(b"+OK\r\n" * introductions or f"-{said}\r\n".encode())
+
+    async with await asyncio.start_server(refusing, "127.0.0.1", 0) as server:
+        async with queue_at(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}") as queue:
+            with pytest.raises(QueueUnavailable, match=said.partition(":")[0].removeprefix("ERR ")) as caught:
+                await register(queue)
+
+    assert "hr:{p}" not in str(caught.value)
+
+
 async def test_a_fault_of_our_own_is_raised_as_itself(valkey: Server) -> None:
     async with queue_at(valkey.url) as queue:
         with pytest.raises(ResponseError):
