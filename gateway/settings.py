@@ -61,7 +61,8 @@ class EngineSettings:
 class Timeouts:
     """Each one is named in the error and the metric when it fires. Time in our queue counts towards none but total_s.
 
-    first_byte_s     request sent to first body byte of the engine's reply
+    first_byte_s     request sent to first body byte of the engine's reply; for one that is not streamed it runs anew whenever
+                     the engine's counters of tokens have moved
     inter_token_s    longest silence inside a reply; longer than an engine's preemption gap
     total_s          accepted to last byte
     stalled_client_s a client that takes no byte for so long is cut and its engine call aborted

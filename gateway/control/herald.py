@@ -183,7 +183,7 @@ class Herald:
             for name, (value, source) in told["sample"].items()
             if name in _SIGNALS
         }
-        engine.sample, engine.asked_s = Sample(now_s - float(told["sample_age_s"] or 0.0), values), -math.inf
+        engine.sampled(Sample(now_s - float(told["sample_age_s"] or 0.0), values), now_s)
         engine.frozen = {Signal(name): still_s for name, still_s in told.get("frozen", {}).items() if name in _SIGNALS}
         engine.findings = told.get("findings", {})
         engine.gpu = gpu_from_plain(told.get("gpu"), now_s)

@@ -16,6 +16,7 @@ Backpressure: while the client's buffer is full the engine's socket is not read,
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,6 +94,10 @@ def _here() -> bool:
     return False
 
 
+def _never() -> float:
+    return -math.inf
+
+
 class Relay:
     """See the module header. `done` resolves once; after that no callback has an effect."""
 
@@ -100,6 +105,7 @@ class Relay:
         "_call",
         "_clock",
         "_committed",
+        "_counted_s",
         "_engine",
         "_engine_ttft_s",
         "_exchange",
@@ -139,11 +145,13 @@ class Relay:
         on_first_token: Callable[[float], None],
         on_gap: Callable[[float], None] | None = None,
         gone: Callable[[], bool] = _here,
+        counted_s: Callable[[], float] = _never,
     ) -> None:
         """strip_usage: we asked for the usage event, the client did not. on_first_token takes engine_ttft_s.
 
         on_gap: told each time in seconds between two reads that brought tokens.
         gone: whether nothing listens at the engine's address any more.
+        counted_s: when the engine was last seen to have made tokens, for whomever.
         """
         self._exchange = exchange
         self._reply = reply
@@ -154,6 +162,7 @@ class Relay:
         self._on_first_token = on_first_token
         self._on_gap = on_gap or _unheard
         self._gone = gone
+        self._counted_s = counted_s
         self.streams = exchange.facts.stream
         self._call: Call | None = None
         self._mode = _Mode.HEAD
@@ -280,13 +289,18 @@ class Relay:
             detail = "nothing listens at its address any more, and its answer stands still"
             self._end(call_failed(CallFailure(FailureKind.CLOSED, detail, True, self._heard), self._engine))
         elif not self._heard:
-            if now_s - self.sent_s > timeouts.first_byte_s:
+            if now_s - self.sent_s > timeouts.first_byte_s and self._engine_still(now_s):
                 self._end(timed_out("first_byte_s", timeouts.first_byte_s, self._engine))
         elif self.answered:
             if now_s - self._last_byte_s > FRAMING_END_S:
                 self._end_stream()
         elif now_s - self._last_byte_s > timeouts.inter_token_s:
             self._end(timed_out("inter_token_s", timeouts.inter_token_s, self._engine))
+
+    def _engine_still(self, now_s: float) -> bool:
+        """Whether the bound on the first byte holds. That of a whole answer comes with its end, however long it is: it has as
+        long again from each moment at which its engine made tokens."""
+        return self.streams or now_s - self._counted_s() > self._timeouts.first_byte_s
 
     # -- streams -------------------------------------------------------------------------------------------------
 

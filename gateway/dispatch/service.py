@@ -389,6 +389,7 @@ class Service:
             on_first_token=lambda ttft_s: self._dispatcher.first_token(work, grant, ttft_s),
             on_gap=self._telemetry.keep(ITL, grant.engine, work.class_name).observe,
             gone=lambda: engine.gone,
+            counted_s=lambda: engine.counted_s,
         )
         course.relay = relay
         self._dispatcher.attach(grant, relay)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -93,6 +94,7 @@ class Bench:
         timeouts: Timeouts = Timeouts(),
         strip_usage: bool = False,
     ) -> None:
+        self.counted_s = -math.inf
         self.clock = FakeClock()
         self.client = FakeDownstream()
         self.exchange = Exchange(
@@ -120,6 +122,7 @@ class Bench:
             strip_usage=strip_usage,
             on_first_token=self.first_tokens.append,
             on_gap=self.gaps.observe,
+            counted_s=lambda: self.counted_s,
         )
         self.call = FakeCall()
         self.relay.attach(self.call)
@@ -489,6 +492,25 @@ async def test_silence_before_the_first_byte_is_a_504_that_names_its_timer_and_i
     assert end.fault.refusal.reason == "first_byte"
     assert not end.fault.elsewhere
     assert bench.call.log == ["abort"]
+
+
+@pytest.mark.parametrize(("stream", "cut_after_s"), [(True, 10.5), (False, 70.5)])
+async def test_a_whole_answer_may_take_as_long_as_its_engine_makes_tokens_and_a_first_token_may_not(
+    *, stream: bool, cut_after_s: float
+) -> None:
+    bench = Bench(stream=stream, timeouts=Timeouts(first_byte_s=10))
+    begun_s = bench.clock.time_s
+
+    while not bench.relay.done.done() and bench.clock.time_s < begun_s + 200:
+        if bench.clock.time_s <= begun_s + 60:
+            bench.counted_s = bench.clock.time_s
+        bench.clock.time_s += 0.5
+        bench.relay.check(bench.clock.time_s)
+
+    end = await bench.relay.done
+    assert end.fault is not None
+    assert end.fault.refusal.reason == "first_byte"
+    assert bench.clock.time_s - begun_s == cut_after_s
 
 
 async def test_a_gap_between_tokens_fails_by_its_own_timer() -> None:
