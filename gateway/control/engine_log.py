@@ -14,6 +14,8 @@ from policies.vocabulary import EngineState
 
 PATIENCE_S = 3.0
 """An engine that is configured but does not answer is told of after this time: a wrong URL, or a model still loading."""
+MODELS_SHOWN = 8
+"""An engine may serve thousands of adapters."""
 
 
 class EngineLog:
@@ -39,7 +41,13 @@ class EngineLog:
 
     def _tell(self, engine: Engine) -> None:
         if engine.reachable:
-            self._log.info("engine is up", engine=engine.name, kind=engine.kind, models=sorted(engine.models))
+            names = sorted(engine.models)
+            shown = (
+                names
+                if len(names) <= MODELS_SHOWN
+                else [*names[:MODELS_SHOWN], f"and {len(names) - MODELS_SHOWN} more"]
+            )
+            self._log.info("engine is up", engine=engine.name, kind=engine.kind, models=shown)
             return
         starting = engine.reach is EngineState.STARTING
         self._log.warning(

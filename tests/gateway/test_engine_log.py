@@ -53,3 +53,14 @@ def test_an_engine_that_was_never_there_is_told_once_after_a_while_with_its_addr
     assert told.lines == [
         ("engine does not answer yet", {"engine": "e", "url": "http://gpu1:8000", "detail": "does not answer yet"})
     ]
+
+
+def test_of_an_engine_with_thousands_of_adapters_a_few_are_told(engine: Engine) -> None:
+    told = FakeLog()
+    cards = tuple(ModelCard(f"adapter-{number:05}", {}, None) for number in range(20_000))
+
+    engine.heard(Probe(ready=True, models=cards), 0.0)
+    EngineLog([engine], told).look(0.0)  # type: ignore[arg-type]
+
+    ((_, fields),) = told.lines
+    assert fields["models"] == [f"adapter-{number:05}" for number in range(8)] + ["and 19992 more"]
