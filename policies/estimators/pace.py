@@ -133,8 +133,8 @@ class Pace:
             one.believe(now_s - prompt.sent_s, prompt.behind)
             return
         one.leaves(prompt)
-        if one.since_s == math.inf:
-            one.since_s = now_s
+        if one.since_s == math.inf:  # what was taken in by now was before the stretch that begins
+            one.since_s, one.tokens = now_s, 0.0
             return
         one.tokens += prompt.tokens
         passed_s = now_s - one.since_s

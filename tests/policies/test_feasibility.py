@@ -346,3 +346,15 @@ def test_whole_answers_of_which_nothing_is_seen_make_no_engine_slow() -> None:
     assert pace.seconds_per_token("e0") == first_s
     assert not pace._prompts
     assert not any(one.untold for one in pace._engines.values())
+
+
+def test_whole_answers_taken_in_before_a_stretch_begins_are_no_part_of_it() -> None:
+    pace = Pace()
+    for name, streams in (("lost", True), ("whole", False), ("first", True), ("second", True)):
+        pace.granted("e0", prompt(name, 3000, streams=streams), 1, NOW_S)
+    pace.ended("lost", 1)
+    pace.first_token("first", 1, NOW_S + 1)  # a stretch begins
+
+    pace.first_token("second", 1, NOW_S + 2)
+
+    assert pace.seconds_per_token("e0") == pytest.approx(1 / prefill_tokens(3000))
