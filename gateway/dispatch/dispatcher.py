@@ -38,7 +38,7 @@ from gateway.dispatch.steward import Hearing, Steward
 from gateway.queue.base import Claimed, InFlight, Place, Queue, QueueUnavailable, SessionReport, Vitals
 from policies.dispatching import Placement
 from policies.ordering.shedding import Infeasible
-from policies.placement import eligible, suited
+from policies.placement import suited
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, Progressed, Sampled, SizingPolicy
 from policies.vocabulary import Action, Decision, Grant, Guard, Outcome, Work
@@ -153,8 +153,7 @@ class Dispatcher:
             and self._store.current.class_policy(work.class_name).has_ttft_objective
             and any(
                 self._credit.share((view.name, work.class_name), now_s)
-                for view in self._roster.views(now_s)
-                if eligible(work, view)
+                for view in suited(work, self._roster.views(now_s))
             )
         )
 
@@ -499,7 +498,7 @@ class Dispatcher:
         self._count(work, engine, attempt, pool_s)
         self.planner.tenants.granted(work, policy.tenant(work.tenant).weight)
         self._take(work, engine, attempt)
-        self._steward.spent(self._credit.started)
+        self._steward.spent(engine, self._credit.started)
         self._sink(
             Decision(
                 Action.DISPATCH,

@@ -207,7 +207,7 @@ class Steward:
         """An attempt of this process has ended, or will not begin."""
         if entry.progress is not None:
             self._sightings.ended(engine, entry.taken_s, self._clock.pool_s())
-        self._count_own()  # its floor may not have been above what ran
+        self._count_own(engine)  # its floor may not have been above what ran
 
     def _look_at_engines(self, now_s: float, reports: Mapping[Session, SessionReport]) -> None:
         """Compare the newest polls with what runs, as long as somebody is silent."""
@@ -275,12 +275,12 @@ class Steward:
         other = self._others.get(session)
         return other is not None and other.report.renewed_ms / 1000 > pool_s
 
-    def spent(self, started: Mapping[Place, InFlight]) -> None:
+    def spent(self, engine: str, started: Mapping[Place, InFlight]) -> None:
         """This process started a work on its own credit: the sums hold one unspent work less. started: its totals."""
         own = self._others.get(self._presence.session)
         if own is not None:
             own.report = replace(own.report, started=dict(started))
-        self._count_own()
+        self._count_own(engine)
 
     async def give(self, waiting: Mapping[str, int], own_started: Mapping[Place, InFlight]) -> None:
         """Write the credit of all sessions where it has to change or would run out. Raises QueueUnavailable.
@@ -365,7 +365,9 @@ class Steward:
         policy = self._store.current
         for class_name in [name for name in policy.precedence if policy.class_policy(name).has_ttft_objective]:
             one = typical(class_name, self._typical_prompt(class_name), now_s)
-            for engines in kinds.values():
+            for all_of_a_kind in kinds.values():
+                # On a canary a process that is cut off could start nothing but the few works that are drawn for it.
+                engines = [view for view in all_of_a_kind if view.canary >= 1] or all_of_a_kind
                 others = [self._others[session] for session in sessions]
                 spare = [room(one, view, self._sizing, now_s, most=2 * len(sessions)) for view in engines]
                 holds = [
@@ -403,10 +405,11 @@ class Steward:
                 typical = self._typical.get(place[1], prompt_tokens)
                 self._typical[place[1]] = typical * (1 - _RATE_WEIGHT) + prompt_tokens * _RATE_WEIGHT
 
-    def _count(self, session: Session, other: Other, now_s: float) -> None:
-        """Put into the ledger what a session is taken to have on each engine."""
-        sums: dict[str, dict[str, InFlight]] = {engine.name: {} for engine in self._roster}
-        allowed: dict[str, dict[str, InFlight]] = {engine.name: {} for engine in self._roster}
+    def _count(self, session: Session, other: Other, now_s: float, only: str | None = None) -> None:
+        """Put into the ledger what a session is taken to have on each engine, or on this one only."""
+        names = [engine.name for engine in self._roster if only in {None, engine.name}]
+        sums: dict[str, dict[str, InFlight]] = {name: {} for name in names}
+        allowed: dict[str, dict[str, InFlight]] = {name: {} for name in names}
         for place in other.report.in_flight.keys() | other.credits.keys() | other.report.floors.keys():
             engine, class_name = place
             if engine not in sums:
@@ -420,11 +423,12 @@ class Steward:
         for engine, by_class in sums.items():
             self._ledger[engine].elsewhere(session, by_class, allowed[engine], lost=session in self._lost)
 
-    def _count_own(self) -> None:
-        """What this process may start beside what runs here has changed."""
+    def _count_own(self, engine: str) -> None:
+        """What this process may start on an engine beside what runs here has changed: with each work that begins or ends, so
+        that the other engines are left for the next tick."""
         own = self._others.get(self._presence.session)
         if own is not None:
-            self._count(self._presence.session, own, self._clock.pool_s())
+            self._count(self._presence.session, own, self._clock.pool_s(), engine)
 
     def _most(self, session: Session, other: Other, place: Place, runs: InFlight, now_s: float) -> InFlight:
         """The most that a session can have on a place, now or at any moment before it is heard of again."""

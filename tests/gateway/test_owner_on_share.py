@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
+from backends.base import ModelCard, Probe
 from gateway.clock import PoolClock
+from gateway.control.roster import Engine, Roster
 from gateway.dispatch import owner as owner_module
 from gateway.dispatch.owner import STORE_PATIENCE_S, Owner
 from gateway.queue.base import QueueUnavailable, Session
+from gateway.queue.memory_queue import MemoryQueue
+from gateway.settings import EngineSettings
 from policies.vocabulary import Grant, Outcome, Work
+from tests.gateway.members import member
+from tests.policies.worlds import policy
 
 BOUNDS = {"chat": 100}
 
@@ -172,3 +178,22 @@ async def test_a_work_whose_turn_on_the_share_may_come_is_not_refused_for_the_st
     with pytest.raises(QueueUnavailable):
         await task
     assert waits
+
+
+async def test_a_share_on_a_canary_that_a_work_is_not_drawn_for_is_no_reason_to_wait() -> None:
+    cut_off = member(MemoryQueue(lambda: 100_000), "a", policy(), candidate=False, now_s=lambda: 100.0)
+    cut_off.presence.last_error = "queue store did not answer in time"
+    dispatcher = cut_off.dispatcher
+    (plain,) = dispatcher._roster
+    canary = Engine(EngineSettings("c", "http://c", canary=1e-9), dispatcher._ledger["c"], 0.5, backend=plain.backend)
+    canary.heard(Probe(ready=True, models=(ModelCard("m", {}, None),)), 100.0)
+    dispatcher._roster = Roster([plain, canary])
+    one = Work("w", "chat", "t", "m", "/v1/completions", 100.0, 100.0, prompt_tokens=10)
+    has: list[bool] = []
+    for engine in ("c", "e"):
+        cut_off.credit._floors = {(engine, "chat"): 1}
+        cut_off.credit._renewed_s = 100.0
+        has.append(dispatcher.has_share(one))
+
+    assert has == [False, True]
+    assert dispatcher.start_on_share(one) is not None

@@ -312,6 +312,24 @@ def test_floors_end_while_more_runs_than_the_window_allows_and_come_again() -> N
     assert has == [False, True]
 
 
+def test_a_floor_is_on_a_canary_only_where_there_is_nothing_else() -> None:
+    def floors(canary: float) -> set[str]:
+        pool = Pool(["a", "b"])
+        ledger = pool.steward._ledger
+        canaries = [
+            Engine(EngineSettings(name, "http://c", canary=part), ledger[name], 0.5, backend=_speaks_all())
+            for name, part in (("e", canary), ("c", 0.1))
+        ]
+        for engine in canaries:
+            engine.heard(Probe(ready=True, models=(ModelCard("m", {}, None),)), 0.0)
+        pool.steward._roster = Roster(canaries)
+        pool.beat()
+        return {engine for holder in pool.holders for engine, _ in holder.book.floors}
+
+    assert floors(1.0) == {"e"}
+    assert floors(0.1) == {"c", "e"}
+
+
 def test_floors_leave_half_of_an_engine_to_those_that_have_none() -> None:
     pool = Pool([f"p{number}" for number in range(10)])
 

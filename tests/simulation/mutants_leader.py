@@ -238,7 +238,7 @@ LEADER_MUTANTS = (
     Mutant(
         "a leader's own floor is not counted when its work ends",
         STEWARD + "Steward.finished",
-        "self._count_own()",
+        "self._count_own(engine)",
         "pass",
         Invariant.INSIDE_WINDOW,
         0,
