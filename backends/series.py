@@ -5,7 +5,8 @@ An engine is one thing to the gateway even where its page shows many series. The
 1. **Whose.** Once the engine's own model list is known, a series labelled with a model outside it is not counted, so
    that a page shared with another server never mixes in. A series without such a label counts. While the list is
    unknown all series count.
-2. **Copies.** A series told twice is one; told twice with different values it is absurd. Ranks that hold the same requests (tensor and pipeline parallel) repeat a value; the highest one stands.
+2. **Copies.** A series told twice is one; told twice with different values it is absurd. Ranks that hold the same requests
+   (tensor and pipeline parallel) repeat a value; the highest one stands.
 3. **Sums.** Requests, tokens and KV capacity of data-parallel engines and of several models add up.
 4. **Maximum.** A used fraction is the highest one: the fullest part is the one that evicts.
 

@@ -86,9 +86,8 @@ def parted(answer: bytes, singles: Sequence[Single]) -> list[bytes]:
         embeddings = _embeddings(answer, array)
     except (ValueError, IndexError) as error:
         raise JoinError("it is no JSON with an array of data") from error
-    if not holds_json(
-        _spliced(answer, [(array, b"[]")])
-    ):  # what stands around the array would be in everybody's answer
+    # What stands around the array would be in everybody's answer.
+    if not holds_json(_spliced(answer, [(array, b"[]")])):
         raise JoinError("it is no JSON")
     if sorted(embeddings) != list(range(len(singles))):
         raise JoinError(f"it has other than one of data for each of {len(singles)} inputs")
