@@ -158,13 +158,14 @@ def connect(url: str, *, pool: str = "default") -> Redis:
     try:
         options |= parse_url(store.one_server)
         options.get("connection_class", Connection)(**{key: options[key] for key in options if key not in _OF_THE_POOL})
-    except (TypeError, ValueError):
+        if store.nodes:
+            options |= _to_primary(store, pool, options)
+        connections = ConnectionPool(**options)
+    except (AttributeError, TypeError, ValueError, RedisError):  # what redis-py's constructors raise for one or another
         raise StoreUrlError(
-            f"{shown(url)!r}: its options after the ? are not all known to redis-py; correct them, or leave them out"
+            f"{shown(url)!r}: redis-py does not take all its options after the ?; correct them, or leave them out"
         ) from None
-    if store.nodes:
-        options |= _to_primary(store, pool, options)
-    client: Redis = Redis.from_pool(ConnectionPool(**options))
+    client: Redis = Redis.from_pool(connections)
     return client
 
 

@@ -79,9 +79,19 @@ def test_a_url_is_shown_with_where_but_not_with_the_password(url: str, expected:
 
 @pytest.mark.parametrize(
     "url",
-    ["redis://h?db=x", "redis://h/0?hunter2=1", "redis://h?socket_timeout=hunter2", "redis+sentinel://h/s?hunter2=1"],
+    [
+        "redis://h?db=x",
+        "redis://h/0?hunter2=1",
+        "redis://h?socket_timeout=hunter2",
+        "redis+sentinel://h/s?hunter2=1",
+        "rediss://h?ssl_cert_reqs=hunter2",
+        "rediss+cluster://h?ssl_cert_reqs=hunter2",
+        "redis://h?protocol=9",
+        "redis://h?retry=5",
+        "redis://h?max_connections=-1",
+    ],
 )
-def test_options_that_the_client_does_not_know_are_told_without_them(url: str) -> None:
+def test_options_that_the_client_does_not_take_are_told_without_them(url: str) -> None:
     with pytest.raises(StoreUrlError) as caught:
         connect(url)
 
