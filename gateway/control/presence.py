@@ -187,13 +187,14 @@ class Presence:
 
     async def leave(self) -> None:
         """Give up leadership and session, so that a successor need not wait for them to expire."""
+        # First of all: with the record gone another one may lead before we have heard that it is.
+        epoch, self.epoch = self.epoch, 0
         try:
-            if self.epoch:
-                await self._queue.resign(self.session.id, epoch=self.epoch)
+            if epoch:
+                await self._queue.resign(self.session.id, epoch=epoch)
             await self._queue.end_session(self.session)
         except QueueUnavailable as error:
             self.last_error = str(error)
-        self.epoch = 0
 
     async def _correct_clock(self) -> None:
         now_s = self._clock.now_s()

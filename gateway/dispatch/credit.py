@@ -84,13 +84,15 @@ class CreditBook:
         apart_s = CLOCK_ERROR_MAX_S + error_s
         self._renewed_s = sent_s
         self._kept = self._reported
+        # A store that has lost its record takes a late word of a leader that another one has replaced.
+        given = renewed.credits if renewed.epoch >= self.epoch else {}
         self.epoch = max(self.epoch, renewed.epoch)
         self._held = {
             place: _Held(credit, sent_s + (credit.expires_ms - now_ms) / 1000 - apart_s)
-            for place, credit in renewed.credits.items()
+            for place, credit in given.items()
             if credit.expires_ms > now_ms
         }
-        self._floors = {place: credit.share for place, credit in renewed.credits.items() if credit.share}
+        self._floors = {place: credit.share for place, credit in given.items() if credit.share}
 
     @property
     def floors(self) -> Mapping[Place, int]:

@@ -80,6 +80,7 @@ class Owner:
         "_dispatcher",
         "_entries",
         "_grants_seen",
+        "_held_before",
         "_presence",
         "_queue",
         "_refused",
@@ -102,6 +103,7 @@ class Owner:
         self._settle_soon = asyncio.Event()
         self._bell = asyncio.Event()
         self._grants_seen = 0
+        self._held_before: frozenset[str] = frozenset()
         self._written_at = self._losses()
         self._refused: dict[str, tuple[Work, int]] = {}
         self._registered_anew = asyncio.Event()
@@ -405,21 +407,27 @@ class Owner:
         losses = self._losses()
         rebuild = losses != self._written_at
         if rebuild or (self._presence.leads and len(old) > self._dispatcher.queued.seen):
-            await self._write_again(waiting if rebuild else old)
+            self._held_before = await self._write_again(waiting if rebuild else old)
             self._written_at = losses  # of before: what was lost meanwhile is written again the next time
+        elif self._held_before:
+            self._held_before = await self._write_again([one for one in waiting if one.id in self._held_before])
 
     def _losses(self) -> tuple[int, int]:
         """Changes each time the store may have lost what waits: with another session, and after an outage."""
         return self._presence.session.epoch, self._presence.outages
 
-    async def _write_again(self, works: Sequence[Work]) -> None:
-        """Enqueue is idempotent: works that the store still has answer QUEUED and change nothing."""
+    async def _write_again(self, works: Sequence[Work]) -> frozenset[str]:
+        """Enqueue is idempotent: works that the store still has answer QUEUED and change nothing. Returns those that an earlier
+        session of ours holds there, by a call that came late: they are written once that one has been swept."""
+        held: set[str] = set()
         for start in range(0, len(works), SETTLE_BATCH):
             batch = [work for work in works[start : start + SETTLE_BATCH] if work.id in self._waiting]
             unbounded = {work.class_name: NO_BOUND for work in batch}
-            await self._queue.enqueue_many(
+            answers = await self._queue.enqueue_many(
                 batch, session=self._presence.session, max_queue=unbounded, now_ms=self._presence.now_ms()
             )
+            held.update(one.id for one, answer in zip(batch, answers, strict=True) if answer is Enqueued.TAKEN)
+        return frozenset(held)
 
     def __repr__(self) -> str:
         return f"<Owner waiting={len(self._waiting)} entries={len(self._entries)} to settle={len(self._settle)}>"

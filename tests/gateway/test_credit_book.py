@@ -43,7 +43,7 @@ def test_a_repeated_renewal_gives_nothing_twice() -> None:
     held.spend(work(), ["a"], 100.0)
     again = Credit(InFlight(2, 1000, 1000), 0, 2_000)
 
-    held.renewed(Renewed({PLACE: again}), sent_s=100.5, now_ms=500)
+    held.renewed(Renewed({PLACE: again}, epoch=5), sent_s=100.5, now_ms=500)
 
     assert [held.spend(work(), ["a"], 100.6) for _ in range(2)] == ["a", None]
 
@@ -118,8 +118,19 @@ def test_a_share_that_was_told_before_everybody_went_by_other_windows_is_none() 
     held.resized(100.2)
     at_once = held.share(PLACE, 100.3)
     late = Credit(InFlight(), 1, 10_000)
-    held.renewed(Renewed({PLACE: late}), sent_s=100.1 + RESIZED_S, now_ms=4_100)
+    held.renewed(Renewed({PLACE: late}, epoch=5), sent_s=100.1 + RESIZED_S, now_ms=4_100)
     told_too_early = held.share(PLACE, 100.3 + RESIZED_S)
-    held.renewed(Renewed({PLACE: late}), sent_s=100.2 + RESIZED_S, now_ms=4_200)
+    held.renewed(Renewed({PLACE: late}, epoch=5), sent_s=100.2 + RESIZED_S, now_ms=4_200)
 
     assert (at_once, told_too_early, held.share(PLACE, 100.3 + RESIZED_S)) == (0, 0, 1)
+
+
+def test_a_late_word_of_a_leader_that_was_replaced_gives_nothing_though_the_store_has_forgotten_it() -> None:
+    held = book(2, share=1)
+    late = Credit(InFlight(9, 1000, 1000), 1, 3_000)
+
+    held.renewed(Renewed({PLACE: late}, epoch=4), sent_s=101.0, now_ms=1_000)
+
+    assert held.unspent(PLACE, 101.0) == 0
+    assert held.share(PLACE, 101.0) == 0
+    assert held.epoch == 5

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from gateway.dispatch import owner as owner_module
 from gateway.dispatch.owner import RECONCILE_S, STORE_PATIENCE_S, STORE_RETRY_S, TAKE_S, Owner, QueueFull
 from gateway.queue.base import Enqueued, QueueUnavailable, Renewed, Session, SessionReport, Settled
 from gateway.queue.batcher import BATCH_MAX, Batcher
+from gateway.queue.keys import session_part
 from gateway.queue.memory_queue import MemoryQueue
 from gateway.replay.loop import run
 from policies.vocabulary import Grant, Work
@@ -111,7 +113,7 @@ class Process:
 class Follower:
     """The dispatcher as an owner sees it where another process leads: it grants nothing, and has no share."""
 
-    depth_seen = 10_000
+    queued = SimpleNamespace(seen=10_000)
 
     def __getattr__(self, _name: str) -> Any:
         return lambda *_args: None
@@ -201,6 +203,28 @@ def test_what_the_store_forgets_while_it_is_written_again_is_written_once_more()
             await leave(tasks)
 
         assert waits == {"w"}
+
+    run(main())
+
+
+def test_a_work_that_a_late_call_wrote_for_an_earlier_session_is_written_again_once_that_is_swept() -> None:
+    async def main() -> None:
+        process = Process(Store())
+        store, presence = process.store, process.presence
+        async with process.running():
+            tasks = process.wait("w")
+            await asyncio.sleep(1.0)
+            earlier = presence.session
+            presence.session = Session(earlier.id, earlier.epoch + 1)
+            await asyncio.sleep(3.0)
+            holder = store._works["w"].owner
+            await store.end_session(earlier)
+            await asyncio.sleep(2.0)
+            owner = store._works["w"].owner
+            await leave(tasks)
+
+        assert holder == session_part(earlier)
+        assert owner == session_part(presence.session)
 
     run(main())
 

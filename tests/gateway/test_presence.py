@@ -91,6 +91,27 @@ async def test_where_others_can_reach_the_store_a_leader_is_waited_for() -> None
     assert candidate.leads
 
 
+async def test_whoever_leaves_leads_no_more_from_the_moment_at_which_another_may() -> None:
+    store = Store()
+    one, other = presence_in(store), presence_in(store, "other")
+    for _ in range(3):
+        await one.beat()
+        store.now_s += 1.5
+    led = one.leads
+
+    async def end_session(session: Session) -> Any:
+        await other.beat()
+        seen.append((one.leads, other.leads))
+        raise QueueUnavailable("the answer is late")
+
+    seen: list[tuple[bool, bool]] = []
+    store.end_session = end_session  # type: ignore[method-assign]
+    await one.leave()
+
+    assert led
+    assert seen == [(False, True)]
+
+
 async def test_whoever_begins_to_lead_is_told_so_once_and_not_before_it_may_decide() -> None:
     store = Store()
     led: list[str] = []
