@@ -335,12 +335,13 @@ class GatewayHost:
             sink(decision)
 
         gateway.service._on_outcome = on_outcome
-        gateway.dispatcher._sink = on_decision
+        gateway.dispatcher._sink = gateway.dispatcher.planner._sink = on_decision
         gateway.ingress._service = service
 
     def _within_credit(self, place: Place) -> None:
         """What the process says that it ever started is no more than it was told that it may."""
-        started = self.gateway.dispatcher.report(0).started.get(place, InFlight())
+        # Not by its report: to make one is to tell it.
+        started = self.gateway.member.credit.started.get(place, InFlight())
         credit = self.queue.credits.get(place)
         allowed = InFlight() if credit is None else credit.allowed
         if (
