@@ -160,6 +160,9 @@ class Gateway:
             log=self._log,
             clock=self._clock,
         )
+        # From the moment that it is read on: a start can take seconds, and who decides then must not go by what it once was.
+        watched = await stack.enter_async_context(Background())
+        watched.start("policy", self.store.run())
         keys = None if settings.keys_file is None else KeysFile(settings.keys_file, self._log)
         no_keys = KeyRing()
         queue = await self._open_queue(stack)
@@ -297,7 +300,6 @@ class Gateway:
         stack.push_async_callback(self._flush_owner)
         tasks = await stack.enter_async_context(Background())
         runs = dict(self.member.background())
-        runs["policy"] = self.store.run
         runs["loop lag"] = self._watch_lag
         if self._role is not Role.WORKER:
             runs["poller"] = self.poller.run

@@ -48,6 +48,7 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "a claim of another's work was told as an attempt of the one that had claimed it": ("claims_without_leading", 0),
     "a claim that had been made and was refused then took its running work out of the ledger": (Kind.STORM, 175),
     "a work that a late call wrote for an earlier session of its process was forgotten with that": (Kind.STORM, 833),
+    "a policy that was edited while a gateway started was read only once it decided": (Kind.MANY, 652),
 }
 """Seeds that showed a fault once: they stay in the suite, whatever else it runs."""
 
