@@ -438,4 +438,40 @@ COVERED = (
         ),
         "The store takes a grant back only by its number, from the session that has it.",
     ),
+    Covered(
+        Mutant(
+            "a granted work is claimed again",
+            STORE + "_claim",
+            "return _claimed(held) if same == (grant.epoch, grant.attempt, grant.engine) else None",
+            "self._wait(held)",
+            None,
+            0,
+            "stopped_owner",
+        ),
+        "Its owner has taken the work up and gives the second grant back, and an attempt that runs stays counted.",
+    ),
+    Covered(
+        Mutant(
+            "credit goes to another before it has run out",
+            "policies.credit:allot",
+            "min(wanted, held + free)",
+            "wanted",
+            None,
+            0,
+            "in_step",
+        ),
+        "Half of the room is not handed out, and takes what two processes hold at once. `tests/policies/test_credit.py` shows it alone.",
+    ),
+    Covered(
+        Mutant(
+            "a floor in use is taken away",
+            "gateway.dispatch.others:Other.renewed",
+            " or floor < before.share",
+            "",
+            None,
+            0,
+            "floor_used_late",
+        ),
+        "Its holder's reports say that it goes by it, and it counts for as long as they do.",
+    ),
 )

@@ -13,15 +13,6 @@ GIVEN = "policies.credit:"
 
 LEADER_MUTANTS = (
     Mutant(
-        "credit goes to another before it has run out",
-        GIVEN + "allot",
-        "min(wanted, held + free)",
-        "wanted",
-        Invariant.INSIDE_WINDOW,
-        1,
-        "in_step",
-    ),
-    Mutant(
         "a share is used while the store answers",
         DISPATCHER + "_on_share",
         "self._presence.failing and ",
@@ -64,15 +55,6 @@ LEADER_MUTANTS = (
         Invariant.INSIDE_WINDOW,
         0,
         "credit_unheard_at_its_end",
-    ),
-    Mutant(
-        "a floor in use is taken away",
-        OTHER + "renewed",
-        " or floor < before.share",
-        "",
-        Invariant.INSIDE_WINDOW,
-        0,
-        "floor_used_late",
     ),
     Mutant(
         "nothing is kept for a session that is silent",

@@ -156,14 +156,6 @@ STORE_MUTANTS = (
         "late_enqueue",
     ),
     Mutant(
-        "a granted work is claimed again",
-        STORE + "_claim",
-        "return _claimed(held) if same == (grant.epoch, grant.attempt, grant.engine) else None",
-        "self._wait(held)",
-        Invariant.LEFT_ALONE,
-        12,
-    ),
-    Mutant(
         "a repeated claim is answered as refused",
         STORE + "_claim",
         "_claimed(held) if same == (grant.epoch, grant.attempt, grant.engine) else None",
