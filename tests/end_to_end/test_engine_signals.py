@@ -43,6 +43,11 @@ async def engine(gateway: GatewayProcess, name: str) -> dict[str, Any]:
     return next(one for one in (await gateway.status())["engines"] if one["name"] == name)
 
 
+def logged(gateway: GatewayProcess) -> list[str]:
+    """The log's lines of a value that cannot be."""
+    return re.findall(r'"finding":"absurd"', gateway.log)
+
+
 async def test_kv_use_is_the_same_under_every_name_and_unknown_is_never_nothing(start_gateway: StartGateway) -> None:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(ScriptedEngine(metrics=one)) for one in PAGES.values()]
@@ -61,7 +66,8 @@ async def test_kv_use_is_the_same_under_every_name_and_unknown_is_never_nothing(
             return "absurd" in (await engine(gateway, names["percent"]))["findings"]
 
         await eventually(absurd_is_found)
-        logged = re.findall(r'"finding":"absurd"', gateway.log)
+        await eventually(lambda: logged(gateway))  # lines leave through a thread
+        lines = logged(gateway)
 
     fractions = {name: (signal["value"], signal["quality"]) for name, signal in shown.items()}
     assert fractions == {
@@ -75,7 +81,7 @@ async def test_kv_use_is_the_same_under_every_name_and_unknown_is_never_nothing(
     assert shown["both"]["source"] == "vllm:kv_cache_usage_perc"
     assert shown["neither"]["instead"]
     assert (ranks["running"], ranks["waiting"]) == (6, 4)
-    assert len(logged) == 1
+    assert len(lines) == 1
     for name, place in names.items():
         series = metrics.get(f'headrace_engine_kv_used_ratio{{engine="{place}"}}')
         assert series == fractions[name][0], name
