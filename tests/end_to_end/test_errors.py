@@ -498,11 +498,14 @@ async def test_an_engine_that_goes_down_costs_no_client_an_error_while_another_w
         going = await down.enter_async_context(ScriptedEngine())
         async with start_gateway(engines_yaml(good, going) + SHORT_TIMEOUTS) as gateway:
             before = [(await post(gateway.port, CHAT)).status for _ in range(8)]
+            while not going.requests and len(before) < 200:  # each goes to one of the two, by chance
+                before.append((await post(gateway.port, CHAT)).status)
             await down.aclose()
             after = [(await post(gateway.port, CHAT)).status for _ in range(20)]
 
     assert going.requests
-    assert (before, after) == ([200] * 8, [200] * 20)
+    assert {*before} == {200}
+    assert after == [200] * 20
 
 
 # -- no room (ERR-04) --------------------------------------------------------------------------------------------------
