@@ -449,6 +449,11 @@ class Policy:
     def _patience_over(self, work: Work, now_s: float) -> bool:
         return now_s - work.accepted_s >= PATIENCE_FRACTION * self.class_policy(work.class_name).max_wait_s
 
+    def place_of(self, class_name: str) -> int:
+        """How early a class's turn comes; one that the policy no longer names comes last."""
+        order = self.precedence
+        return order.index(class_name) if class_name in order else len(order)
+
     def finish_by_s(self, class_name: str, accepted_s: float, client_waits_s: float | None) -> float | None:
         """Pool time by which the whole answer is due: the class's deadline, or the client's end of patience where that is
         sooner. None for a class with a TTFT objective, and for one without a deadline: a client that names a short time must

@@ -98,8 +98,8 @@ def perform(task: Task) -> dict[str, float | None]:
 
 @contextmanager
 def _collecting(during: bool) -> Iterator[None]:
-    """Whether Python looks for reference cycles during a run or after it: that is a seventh of its time. Where decisions are
-    timed it does, as in `headrace serve`."""
+    """Whether Python looks for reference cycles during a run or after it: that is a seventh of its time. Our decisions are
+    timed with it, as in `headrace serve`; those of baselines, for which there is no bar, without."""
     if not during:
         gc.disable()
     try:

@@ -162,7 +162,7 @@ class Dispatcher:
         self._found(grant)
         if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:
             self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
-            self.planner.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
+            self.planner.counted(work, self._store.current)
         self._take(work, grant.engine, grant.attempt)
 
     def honours(self, grant: Grant) -> bool:
@@ -183,7 +183,7 @@ class Dispatcher:
         running = self._ledger.running_here()
         self._credit.reporting(self._of_windows_in_force(running), self._clock.now_s())
         return SessionReport(
-            running, dict(self._credit.started), grants_seq, vitals, floors=self._credit.floors, events=events
+            running, dict(self._credit.started), grants_seq, vitals, floors=dict(self._credit.floors), events=events
         )
 
     def vitals(self, engine: Engine) -> dict[object, Vitals]:
@@ -258,7 +258,7 @@ class Dispatcher:
         self._wake.set()
 
     def wake_if_waiting(self) -> None:
-        if self.queued.any or self._uncertain:
+        if self.queued.anything or self._uncertain:
             self._wake.set()
 
     @property
@@ -425,7 +425,7 @@ class Dispatcher:
             self._took_over = _BEGUN
             self._forget_others()
             for work in await self._steward.take_over():
-                self.planner.tenants.granted(work, self._store.current.tenant(work.tenant).weight)
+                self.planner.counted(work, self._store.current)
             self._take_in(await self._steward.hear())
         self._took_over = epoch
 
@@ -478,7 +478,7 @@ class Dispatcher:
         now_s, policy = self._clock.pool_s(), self._store.current
         for at_s, event in hearing.news:
             if isinstance(event, Granted):
-                self.planner.tenants.granted(event.work, policy.tenant(event.work.tenant).weight)
+                self.planner.counted(event.work, policy)
             self.planner.learn(min(at_s, now_s), event)
 
     def _start_on_credit(self, work: Work, policy: Policy) -> Grant | None:
@@ -496,7 +496,7 @@ class Dispatcher:
         pool_s = self._clock.pool_s()
         attempt = work.attempt + 1
         self._count(work, engine, attempt, pool_s)
-        self.planner.tenants.granted(work, policy.tenant(work.tenant).weight)
+        self.planner.counted(work, policy)
         self._take(work, engine, attempt)
         self._steward.spent(engine, self._credit.started)
         self._sink(

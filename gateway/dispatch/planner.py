@@ -166,9 +166,13 @@ class Planner:
             for victim in one.victims:
                 self._ledger[one.engine].recall(victim.work.id, victim.attempt)
 
+    def counted(self, work: Work, policy: Policy) -> None:
+        """A work has its place, whoever gave it: it counts for its tenant from now on."""
+        self.tenants.granted(work, policy.tenant(work.tenant).weight)
+
     def granted(self, work: Work, policy: Policy, now_s: float) -> None:
         """A placement becomes a grant."""
-        self.tenants.granted(work, policy.tenant(work.tenant).weight)
+        self.counted(work, policy)
         if work.deadline_s is not None:
             self._shedding.granted(work.tenant, now_s)
 

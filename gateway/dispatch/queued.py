@@ -77,7 +77,7 @@ class Queued:
     # -- what is known ---------------------------------------------------------------------------------------------
 
     @property
-    def any(self) -> bool:
+    def anything(self) -> bool:
         """Something waits."""
         return bool(self._depths) or any(self._here.values())
 
@@ -120,11 +120,5 @@ class Queued:
 
     def comes_before(self, work: Work, policy: Policy) -> bool:
         """True when a work of this process waits whose class has its turn no later than that of this one."""
-        own = _place(policy, work.class_name)
-        return any(count and _place(policy, name) <= own for name, count in self._here.items())
-
-
-def _place(policy: Policy, class_name: str) -> int:
-    """How early a class's turn comes; one that the policy no longer names comes last."""
-    order = policy.precedence
-    return order.index(class_name) if class_name in order else len(order)
+        own = policy.place_of(work.class_name)
+        return any(count and policy.place_of(name) <= own for name, count in self._here.items())

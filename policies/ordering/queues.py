@@ -94,7 +94,7 @@ def backlogs(waiting: Iterable[Work], policy: Policy, tenants: TenantCounters, n
         lane.append(work)
     return [
         _backlog(key, found[key], policy, tenants, now_s)
-        for key in sorted(found, key=lambda key: (_place(policy, key[0]), key))
+        for key in sorted(found, key=lambda key: (policy.place_of(key[0]), key))
     ]
 
 
@@ -168,9 +168,3 @@ def _deadline_s(work: Work) -> float:
 
 def _by_rank(work: Work) -> tuple[float, float, str]:
     return work.rank, work.accepted_s, work.id
-
-
-def _place(policy: Policy, class_name: str) -> int:
-    """Place in the policy's precedence; a class that it no longer names comes last."""
-    order = policy.precedence
-    return order.index(class_name) if class_name in order else len(order)

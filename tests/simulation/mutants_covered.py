@@ -448,7 +448,7 @@ COVERED = (
             0,
             "stopped_owner",
         ),
-        "Its owner has taken the work up and gives the second grant back, and an attempt that runs stays counted.",
+        "A leader claims only what it sees waiting. That a store refuses the rest its contract shows (a work is granted once).",
     ),
     Covered(
         Mutant(
