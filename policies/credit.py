@@ -140,7 +140,7 @@ def typical(class_name: str, prompt_tokens: int, now_s: float) -> Work:
 
 
 def homes(
-    held: Sequence[int | None],
+    held: Sequence[Sequence[int]],
     runs: Sequence[Sequence[int]],
     started_per_s: Sequence[float],
     *,
@@ -149,15 +149,25 @@ def homes(
 ) -> list[int | None]:
     """The engine on which each process has its floor of a class, None for one that gets none; in the order of `held`.
 
-    held   where each has it by now: it stays there as long as that engine is among these
+    held   the engines on which each has one by now: it stays on one of them as long as there may be so many
     runs   by process and engine, works there, unspent credit included: a floor under them costs nothing
     room   by engine, how many works more would fit; most: how many floors it may have
+
+    One that is taken back is in force until its credit ends, so that it counts until then, and nobody else has its place.
     """
     free, left = list(room), list(most)
     given: list[int | None] = [None] * len(held)
-    for at in sorted(range(len(held)), key=lambda at: (held[at] is None, not any(runs[at]), -started_per_s[at], at)):
-        for engine in sorted(range(len(left)), key=lambda one: (one != held[at], -runs[at][one], -left[one], one)):
-            costs = not (engine == held[at] or runs[at][engine])
+    order = sorted(range(len(held)), key=lambda at: (not any(runs[at]), -started_per_s[at], at))
+    for at in order:
+        for engine in held[at]:
+            if given[at] is None and left[engine] > 0:
+                given[at] = engine
+            left[engine] -= 1
+    for at in order:
+        if given[at] is not None:
+            continue
+        for engine in sorted(range(len(left)), key=lambda one: (-runs[at][one], -left[one], one)):
+            costs = not runs[at][engine]
             if left[engine] > 0 and (not costs or free[engine] > 0):
                 given[at] = engine
                 left[engine] -= 1

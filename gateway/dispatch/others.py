@@ -58,16 +58,10 @@ class Other:
         """What a session runs on a place, or may at any moment."""
         return self.report.in_flight.get(place, NOTHING).works + self.unspent(place).works
 
-    def home(self, class_name: str, engines: list[EngineView]) -> int | None:
-        """The engine among these on which a session has its floor."""
-        return next(
-            (
-                at
-                for at, view in enumerate(engines)
-                if (credit := self.credits.get((view.name, class_name))) is not None and credit.share
-            ),
-            None,
-        )
+    def homes(self, class_name: str, engines: list[EngineView]) -> list[int]:
+        """The engines among these on which a session has a floor, one that is being taken back included."""
+        given = [self.credits.get((view.name, class_name)) for view in engines]
+        return [at for at, credit in enumerate(given) if credit is not None and credit.share]
 
     def renewed(self, place: Place, wanted: Allowance, floor: int, now_s: float) -> Credit | None:
         """The credit to stand from now on. What was given cannot be taken back before it expires, only not be renewed."""

@@ -377,7 +377,7 @@ class Steward:
                     for view, more in zip(engines, spare, strict=True)
                 ]
                 found = homes(
-                    [other.home(class_name, engines) for other in others],
+                    [other.homes(class_name, engines) for other in others],
                     [[other.works((view.name, class_name)) for view in engines] for other in others],
                     [sum(other.rates.get((view.name, class_name), 0.0) for view in engines) for other in others],
                     room=spare,

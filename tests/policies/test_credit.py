@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.credit import HANDED_OUT, allot, creditable, over_window, room, split, typical
+from policies.credit import HANDED_OUT, allot, creditable, homes, over_window, room, split, typical
 from policies.limits import build
 from policies.vocabulary import EngineState
 from tests.policies.worlds import NOW_S, engine, policy, work
@@ -88,3 +88,36 @@ def test_an_engine_is_above_its_window_from_one_work_more_than_full_on() -> None
     ]
 
     assert above == [False, False, False, True, True]
+
+
+def test_whoever_has_a_floor_keeps_it_though_another_one_s_engine_has_none_to_spare_any_more() -> None:
+    idle = [[0, 0], [0, 0]]
+
+    assert homes([[1], [0]], idle, [9.0, 0.0], room=[1, 0], most=[1, 0]) == [None, 0]
+
+
+def test_the_place_of_a_floor_that_is_taken_back_is_nobody_else_s_yet() -> None:
+    idle = [[0, 0], [0, 0]]
+
+    assert homes([[0, 1], []], idle, [0.0, 0.0], room=[1, 1], most=[1, 1]) == [0, None]
+
+
+def test_a_floor_goes_where_the_process_runs_something_also_where_there_is_no_room() -> None:
+    assert homes([[], []], [[0, 1], [0, 0]], [0.0, 0.0], room=[1, 0], most=[1, 1]) == [1, 0]
+
+
+@given(st.data())
+def test_no_engine_has_more_floors_than_it_may_and_no_process_more_than_one(data: st.DataObject) -> None:
+    processes, engines = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    held = [data.draw(st.lists(st.integers(0, engines - 1), unique=True)) for _ in range(processes)]
+    runs = [data.draw(st.lists(st.integers(0, 2), min_size=engines, max_size=engines)) for _ in range(processes)]
+    free, most = (data.draw(st.lists(st.integers(0, 4), min_size=engines, max_size=engines)) for _ in range(2))
+
+    found = homes(held, runs, [0.0] * processes, room=free, most=most)
+
+    for one in range(engines):
+        new = [at for at in range(processes) if found[at] == one and one not in held[at]]
+        in_force = sum(one in places for places in held)
+        assert not new or in_force + len(new) <= most[one]
+        assert sum(not runs[at][one] for at in new) <= free[one]
+        assert found.count(one) <= most[one]

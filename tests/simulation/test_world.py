@@ -49,6 +49,7 @@ SHOWED: Mapping[str, tuple[str, int]] = {
     "a claim that had been made and was refused then took its running work out of the ledger": (Kind.STORM, 175),
     "a work that a late call wrote for an earlier session of its process was forgotten with that": (Kind.STORM, 833),
     "a policy that was edited while a gateway started was read only once it decided": (Kind.MANY, 652),
+    "floors that moved filled an engine with places that nobody used": (Kind.MANY, 707),
 }
 """Seeds that showed a fault once: they stay in the suite, whatever else it runs."""
 
