@@ -156,11 +156,16 @@ def connect(url: str, *, pool: str = "default") -> Redis:
         "health_check_interval": 0,
     }
     try:
-        options |= parse_url(store.one_server)
+        asked = parse_url(store.one_server)
+        if own := sorted(asked.keys() & _OWN):
+            raise StoreUrlError(f"{shown(url)!r}: {own[0]} after the ? is for the queue itself to say; leave it out")
+        options |= asked
         options.get("connection_class", Connection)(**{key: options[key] for key in options if key not in _OF_THE_POOL})
         if store.nodes:
             options |= _to_primary(store, pool, options)
         connections = ConnectionPool(**options)
+    except StoreUrlError:
+        raise
     except (AttributeError, TypeError, ValueError, RedisError):  # what redis-py's constructors raise for one or another
         raise StoreUrlError(
             f"{shown(url)!r}: redis-py does not take all its options after the ?; correct them, or leave them out"
@@ -170,6 +175,8 @@ def connect(url: str, *, pool: str = "default") -> Redis:
 
 
 _OF_THE_POOL = frozenset({"connection_class", "max_connections"})
+_OWN = frozenset({"decode_responses", "encoding", "protocol", "retry_on_error", "retry_on_timeout", "socket_timeout"})
+"""How answers are read, and how long they are waited for: with other values the scripts' answers would be misread."""
 
 
 def _to_primary(store: StoreUrl, pool: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,11 +82,11 @@ def test_a_url_is_shown_with_where_but_not_with_the_password(url: str, expected:
     [
         "redis://h?db=x",
         "redis://h/0?hunter2=1",
-        "redis://h?socket_timeout=hunter2",
+        "redis://h?socket_connect_timeout=hunter2",
         "redis+sentinel://h/s?hunter2=1",
         "rediss://h?ssl_cert_reqs=hunter2",
         "rediss+cluster://h?ssl_cert_reqs=hunter2",
-        "redis://h?protocol=9",
+        "redis://h?health_check_interval=hunter2",
         "redis://h?retry=5",
         "redis://h?max_connections=-1",
     ],
@@ -96,6 +96,17 @@ def test_options_that_the_client_does_not_take_are_told_without_them(url: str) -
         connect(url)
 
     assert "options after the ?" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["decode_responses", "protocol", "socket_timeout", "retry_on_timeout"])
+@pytest.mark.parametrize("store", ["redis://:hunter2@h/0", "redis+sentinel://h/s"])
+def test_an_option_that_changes_how_the_queue_reads_answers_is_refused(store: str, option: str) -> None:
+    with pytest.raises(
+        StoreUrlError, match=f"{option} after the \\? is for the queue itself to say; leave it out"
+    ) as caught:
+        connect(f"{store}?{option}=3")
+
     assert "hunter2" not in str(caught.value)
 
 
