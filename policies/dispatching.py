@@ -39,7 +39,7 @@ the same guards."""
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A work starts on an engine; `decision` says by which turn and with what every guard read."""
+    """A work, as predictions take it there, starts on an engine; `decision` says by which turn and with what every guard read."""
 
     work: Work
     engine: str
@@ -93,7 +93,7 @@ def plan_batches(  # noqa: PLR0917 - one signature with place_one, read in this 
     tenants   service so far and works in flight by tenant; read, never changed. None: all tenants are level
     due       the works with a deadline in the order in which they are offered (`feasibility.Outlook`); None: by deadline
     full      as `look_for_room` found: who finds no room there is not asked for again
-    caches    what was sent where; read, never changed. None: nothing was
+    caches    what engines have of prompts; read, never changed. None: nothing
     """
     counters = TenantCounters() if tenants is None else tenants
     room = _Round(engines, sizing, policy, now_s=now_s, draw=draw, tenants=counters, full=full, caches=caches)
@@ -151,7 +151,7 @@ def place_one(  # noqa: PLR0917 - one signature with plan_round, read in this or
     chosen = choose(work, candidates, sizing, now_s, spread=_spread(work, policy), draw=draw, caches=caches)
     if chosen is None:
         return None
-    return _placement(work, chosen, policy, now_s, "uncontended")
+    return _placement(chosen, policy, now_s, "uncontended")
 
 
 class _Round:
@@ -291,9 +291,9 @@ class _Round:
         ]
 
     def _place(self, work: Work, chosen: Chosen, turn: str) -> None:
-        self.placements.append(_placement(work, chosen, self._policy, self._now_s, turn))
+        self.placements.append(_placement(chosen, self._policy, self._now_s, turn))
         view = chosen.candidate.view
-        chosen.candidate.take(work, self._now_s)
+        chosen.candidate.take(chosen.work, self._now_s)
         self._placed.add(work.id)
         self._draw = (self._draw + GOLDEN) % 1.0
         _count(self._placed_by_tenant, work.tenant)
@@ -303,7 +303,7 @@ class _Round:
 
     def _least_fits(self, work: Work, candidates: Iterable[Candidate]) -> bool:
         """Whether one of the engines has room for the smallest work of the kind, whoever asks."""
-        least = replace(work, tenant="", prompt_tokens=0, max_tokens=1, sequences=1)
+        least = replace(work, tenant="", prompt_tokens=0, cached_tokens=0, max_tokens=1, sequences=1)
         return any(self._sizing.admit(least, one.view, self._now_s).admitted for one in candidates)
 
     def _able(self, kind: Kind, work: Work) -> _Able:
@@ -331,27 +331,31 @@ class _Refused:
     """The smallest work of a kind and tenant that found no room in this round, and how many were refused."""
 
     prompt_tokens: int
+    computed_tokens: int
     sequences: int
     output_tokens: float
     count: int
 
     @staticmethod
     def after(before: _Refused | None, work: Work) -> _Refused:
+        refused = _Refused(work.prompt_tokens, work.computed_tokens, work.sequences, _output_limit(work), 1)
         if before is None:
-            return _Refused(work.prompt_tokens, work.sequences, _output_limit(work), 1)
+            return refused
         smaller = (
             work.prompt_tokens <= before.prompt_tokens
+            and work.computed_tokens <= before.computed_tokens
             and work.sequences <= before.sequences
             and _output_limit(work) <= before.output_tokens
         )
         if smaller:
-            return _Refused(work.prompt_tokens, work.sequences, _output_limit(work), before.count + 1)
+            return replace(refused, count=before.count + 1)
         return replace(before, count=before.count + 1)
 
     def covers(self, work: Work) -> bool:
         """True when asking for this work cannot help: it is no smaller, or enough were refused."""
         return self.count >= LOOK_AHEAD or (
             work.prompt_tokens >= self.prompt_tokens
+            and work.computed_tokens >= self.computed_tokens
             and work.sequences >= self.sequences
             and (work.max_tokens is None or work.max_tokens >= self.output_tokens)
         )
@@ -361,8 +365,8 @@ def _output_limit(work: Work) -> float:
     return math.inf if work.max_tokens is None else work.max_tokens
 
 
-def _placement(work: Work, chosen: Chosen, policy: Policy, now_s: float, turn: str) -> Placement:
-    engine, verdict = chosen.candidate.view.name, chosen.verdict
+def _placement(chosen: Chosen, policy: Policy, now_s: float, turn: str) -> Placement:
+    work, engine, verdict = chosen.work, chosen.candidate.view.name, chosen.verdict
     decision = Decision(
         action=Action.DISPATCH,
         at_s=now_s,

@@ -8,7 +8,8 @@ choosing the same engine.
 spot capacity before all others, since bulk can begin anew where people would see an answer break.
 
 What an engine's prefix cache probably holds of a prompt (`policies.estimators.prefix_caches`) need not be taken in again: it
-counts for the engine as far as it is trusted, so that a conversation stays where it is until others are idler by more.
+counts for the engine, so that a conversation stays where it is until others are idler by more; also where the engine does not
+tell what it finds, and predictions take the prompt as a whole.
 
 A *canary* is offered only the works that are drawn for it, by their ids, so that a retry draws the same; where nothing but
 canaries could run a work it goes there all the same.
@@ -39,8 +40,6 @@ PREFILL_TOKENS_PER_WORK = 2048
 """Pending prompt tokens that delay a first token about as much as one more running work."""
 COMFORT = 0.33
 """A score so low is early enough: still earlier would be nobody's gain, at the cost of bulk on the fastest engine."""
-CACHE_TRUST = 0.7
-"""Part of the tokens expected in a prefix cache that is counted on."""
 LEAST_OBJECTIVE_S = 0.05
 _WEIGHTS = {Guard.TPOT: 0.3, Guard.KV: 0.2}
 """Of what an engine may run out of, against the first token."""
@@ -78,7 +77,7 @@ class Candidate:
             in_flight=in_flight,
             extra_sequences=extra,
             kv_tokens=view.kv_tokens + work.prompt_tokens,
-            prefill_tokens=view.prefill_tokens + work.prompt_tokens,
+            prefill_tokens=view.prefill_tokens + work.computed_tokens,
             last_grant_s=now_s,
         )
 
@@ -97,10 +96,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """An engine that has room for a work, and what is known of the two. cached_tokens: of the prompt, probably."""
+    """An engine that has room for a work, and what is known of the two. work: as predictions take it there; cached_tokens: of
+    its prompt, probably."""
 
     candidate: Candidate
     verdict: Verdict
+    work: Work
     cached_tokens: int = 0
 
 
@@ -154,26 +155,26 @@ def choose(
     candidates   eligible engines, in a fixed order (by name)
     spread       True for a class with a TTFT objective: early enough, then least loaded; else the busiest, spot capacity first
     draw         uniform in [0, 1); picks among the nearly best
-    caches       what was sent where; None: nothing was
+    caches       what engines have of prompts; None: nothing
     longest_context   of all eligible engines, where some are left out for being full; None: none is
     """
     if longest_context is None:
         longest_context = longest(candidates)
     wanted = _wanted_context(work, longest_context)
     offered = [
-        (candidate, caches.tokens(candidate.view.name, work) if caches is not None and work.prefix else 0)
+        (candidate, *(caches.probable(candidate.view.name, work) if caches is not None and work.prefix else (0, work)))
         for candidate in candidates
         if candidate.context >= wanted
     ]
     if not spread and len(offered) > 1:  # the first with room takes it: a verdict is dear, and most have room
-        offered.sort(key=lambda pair: _packing(pair[0], pair[1], work, sizing), reverse=True)
+        offered.sort(key=lambda one: _packing(one[0], one[1], work, sizing), reverse=True)
     open_now: list[Chosen] = []
-    for candidate, cached in offered:
-        verdict = sizing.admit(work, candidate.view, now_s)
+    for candidate, cached, there in offered:
+        verdict = sizing.admit(there, candidate.view, now_s)
         if not verdict.admitted:
             candidate.bound = verdict.binding
             continue
-        open_now.append(Chosen(candidate, verdict, cached))
+        open_now.append(Chosen(candidate, verdict, there, cached))
         if not spread:
             break
     if len(open_now) < 2:
@@ -200,10 +201,10 @@ def _score(one: Chosen, objective_s: float, sizing: SizingPolicy) -> float:
     """The part of its objective that the work's first token will take there, and what the engine is near to running out of:
     memory, and time between tokens. Less is better."""
     first_s = one.verdict.first_token_s or 0.0
-    if one.cached_tokens:
+    if uncounted := one.cached_tokens - one.work.cached_tokens:
         learned = sizing.learned_step(one.candidate.view.name)
         token_s = 1 / USUAL_PROMPT_TOKENS_PER_S if learned is None else learned.per_prompt_token_s
-        first_s = max(0.0, first_s - CACHE_TRUST * one.cached_tokens * token_s)
+        first_s = max(0.0, first_s - uncounted * token_s)
     score = first_s / objective_s
     for reading in one.verdict.guards:
         weight = _WEIGHTS.get(reading.guard)
@@ -215,7 +216,7 @@ def _score(one: Chosen, objective_s: float, sizing: SizingPolicy) -> float:
 def _saturation(candidate: Candidate, cached_tokens: int, work: Work, sizing: SizingPolicy) -> tuple[float, float]:
     """(load over the class's window, NEAR_WORKS over it). Without a window in requests the window counts as 1."""
     window = candidate.window(work.class_name, sizing)
-    spared = CACHE_TRUST * cached_tokens / PREFILL_TOKENS_PER_WORK
+    spared = cached_tokens / PREFILL_TOKENS_PER_WORK
     return (candidate.load() - spared) / window, NEAR_WORKS / window
 
 

@@ -71,6 +71,8 @@ class Work:
     streams         its answer is streamed: a first token is seen when it is made, and not only with the last
     prefix          how its request begins: digests of its first 1, 2, 4, ... KiB with dots between, "" for a short one; two
                     with an equal digest probably share so much of their prompts
+    cached_tokens   of its prompt, what predictions count on finding in the prefix cache of the engine that it is asked about,
+                    or granted for; in the queue nobody knows which, and it is 0. They take memory, and no time
     pinned_engine   only this engine will do (a stored response lives there); None: any
     avoid           engines that already failed this work
     """
@@ -93,6 +95,12 @@ class Work:
     prefix: str = ""
     finish_by_s: float | None = None
     streams: bool = True
+    cached_tokens: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that the engine has to take in; >= 0."""
+        return self.prompt_tokens - self.cached_tokens
 
 
 def _any_path(_path: str) -> bool:
@@ -123,6 +131,7 @@ class EngineView:
     prefill_tokens   prompt tokens of our works that have shown no first token yet
     last_grant_s     pool time of the latest grant; -inf when never
     preemptions_total, prompt_tokens_total, generation_tokens_total   the engine's counters, since it started
+    prefix_hits_total   prompt tokens that it found in its prefix cache, since it started
     start_time_s     of the engine's process, on a clock of its own: only a change of it means something
     gpu_busy_fraction, gpu_power_fraction   of the time, and of the power limit, of the busiest and hungriest GPU
     gpu_heat_margin_c                       degrees that the hottest GPU is below the temperature at which it slows down
@@ -153,6 +162,7 @@ class EngineView:
     preemptions_total: Reading = UNKNOWN
     prompt_tokens_total: Reading = UNKNOWN
     generation_tokens_total: Reading = UNKNOWN
+    prefix_hits_total: Reading = UNKNOWN
     start_time_s: Reading = UNKNOWN
     gpu_busy_fraction: Reading = UNKNOWN
     gpu_power_fraction: Reading = UNKNOWN
@@ -273,7 +283,7 @@ class Decision:
 
     engine is "" and work_id is "" where the decision names none. policy_version is the content hash of the one
     policy snapshot it was made under. steps_to_overflow and first_token_s are the engine's, see `Verdict`;
-    cached_tokens is what its prefix cache probably holds of the prompt.
+    cached_tokens is what its prefix cache probably holds of the prompt, known to be so or not.
     """
 
     action: Action
@@ -347,6 +357,7 @@ class Outcome:
     ttft_s           accepted to first content byte written to the client; None when there was none
     engine_ttft_s    sent to first content byte from the engine, last attempt; None when there was none
     total_s          accepted to settled
+    cached_tokens    of the prompt, found in the engine's prefix cache, from usage; None when the engine did not say
     """
 
     work_id: str
@@ -364,3 +375,4 @@ class Outcome:
     queued_s: float | None = None
     ttft_s: float | None = None
     engine_ttft_s: float | None = None
+    cached_tokens: int | None = None

@@ -112,7 +112,11 @@ def _usage_of_timings(timings: Mapping[str, object]) -> JsonObject:
     """What llama.cpp counts in every last event, usage asked for or not; the prompt is told in two parts."""
     evaluated = count(timings.get("prompt_n"))
     prompt = None if evaluated is None else evaluated + (count(timings.get("cache_n")) or 0)
-    return {"prompt_tokens": prompt, "completion_tokens": timings.get("predicted_n")}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": timings.get("predicted_n"),
+        "prompt_tokens_details": {"cached_tokens": timings.get("cache_n")},
+    }
 
 
 def _said(choice: Mapping[str, object]) -> dict[str, object]:

@@ -81,8 +81,12 @@ def child(payload: Mapping[str, object], key: str) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def usage_tokens(usage: Mapping[str, object]) -> tuple[int | None, int | None]:
-    """(prompt tokens, output tokens) of a usage object of any dialect; None for what it does not say.
+Usage = tuple[int | None, int | None, int | None]
+"""Prompt tokens, output tokens, and those of the prompt that were found in a prefix cache; None for what is not said."""
+
+
+def usage_tokens(usage: Mapping[str, object]) -> Usage:
+    """What a usage object of any dialect says.
 
     Messages counts cached prompt tokens beside input_tokens, so they are added; a rerank says total_tokens only.
     """
@@ -95,4 +99,11 @@ def usage_tokens(usage: Mapping[str, object]) -> tuple[int | None, int | None]:
         output = count(usage.get("output_tokens"))
     if prompt is None and output is None:
         prompt = count(usage.get("total_tokens"))
-    return prompt, output
+    return prompt, output, _cached_tokens(usage)
+
+
+def _cached_tokens(usage: Mapping[str, object]) -> int | None:
+    for details in ("prompt_tokens_details", "input_tokens_details"):
+        if (cached := count(child(usage, details).get("cached_tokens"))) is not None:
+            return cached
+    return count(usage.get("cache_read_input_tokens"))

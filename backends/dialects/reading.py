@@ -51,7 +51,8 @@ class StreamReader(Protocol):
 
     started               a token-bearing event was seen; roles, comments, usage and opening events do not count
     tokens                token-bearing events seen, or the lengths of token_ids where the engine sends them
-    prompt_tokens         from usage; None until the engine said so. output_tokens likewise
+    prompt_tokens         from usage; None until the engine said so. output_tokens and cached_tokens (of the prompt, found in
+                          a prefix cache) likewise
     finished              every expected sequence has a finish reason, and none of them is abort or error
     terminated            the dialect's terminator was seen
     next_sequence_number  of a Responses stream; else 0
@@ -61,6 +62,7 @@ class StreamReader(Protocol):
     tokens: int
     prompt_tokens: int | None
     output_tokens: int | None
+    cached_tokens: int | None
     finished: bool
     terminated: bool
     next_sequence_number: int
@@ -92,6 +94,7 @@ class EventReader(ABC):
         "_suffix",
         "_suffix_len",
         "_tries",
+        "cached_tokens",
         "finished",
         "next_sequence_number",
         "output_tokens",
@@ -106,6 +109,7 @@ class EventReader(ABC):
         self.tokens = 0
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
         self.finished = False
         self.terminated = False
         self.next_sequence_number = 0
@@ -168,7 +172,9 @@ class EventReader(ABC):
 
     def _take_usage(self, usage: JsonObject) -> None:
         """Usage only grows; with several sequences an engine's running counts are per sequence, its last one is not."""
-        prompt, output = usage_tokens(usage)
+        prompt, output, cached = usage_tokens(usage)
+        if cached is not None:
+            self.cached_tokens = max(cached, self.cached_tokens or 0)
         if prompt is not None:
             self.prompt_tokens = max(prompt, self.prompt_tokens or 0)
         if output is not None:

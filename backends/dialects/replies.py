@@ -12,7 +12,17 @@ import re
 from dataclasses import dataclass
 
 from backends.dialects.errors import EngineError, aborted, error_in, error_of, error_without_its_name
-from backends.dialects.payload import ABORTED_FINISHES, JsonObject, child, count, holds_json, load, text, usage_tokens
+from backends.dialects.payload import (
+    ABORTED_FINISHES,
+    JsonObject,
+    Usage,
+    child,
+    count,
+    holds_json,
+    load,
+    text,
+    usage_tokens,
+)
 
 PARSE_MAX_BYTES = 1024 * 1024
 ENDS_BYTES = 4096
@@ -22,7 +32,7 @@ _USAGE = re.compile(r'"usage"\s*:\s*(?=\{)')
 _CHOICES_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _EVENT_FIELDS = (b"data:", b"event:", b":")
 """A stream of events under the label of JSON is odd, and readable all the same."""
-_NO_USAGE: tuple[int | None, int | None] = (None, None)
+_NO_USAGE: Usage = (None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +40,14 @@ class ReplyFacts:
     """What one whole answer says of itself.
 
     prompt_tokens, output_tokens   from usage (or TGI's details); None when the answer does not say
+    cached_tokens                  of the prompt, found in a prefix cache; likewise
     aborted                        some sequence ended with finish_reason abort or error; `error` then says so
     broken                         it is no JSON: empty, cut short, or something else under a wrong label
     """
 
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    cached_tokens: int | None = None
     aborted: bool = False
     broken: bool = False
     error: EngineError | None = None
@@ -59,7 +71,7 @@ def read_reply(body: bytes, path: str) -> ReplyFacts:
 
 
 def _read_object(payload: JsonObject, path: str) -> ReplyFacts:
-    prompt, output = _usage(payload)
+    prompt, output, cached = _usage(payload)
     error = error_in(payload)
     if error is None and path in _CHOICES_PATHS and "choices" not in payload:
         error = error_without_its_name(payload)
@@ -68,17 +80,18 @@ def _read_object(payload: JsonObject, path: str) -> ReplyFacts:
         error = aborted(finish)
     if error is None and path == "/v1/responses" and payload.get("status") in {"failed", "cancelled"}:
         error = error_of(child(payload, "error"), payload)
-    return ReplyFacts(prompt, output, aborted=bool(finish), error=error)
+    return ReplyFacts(prompt, output, cached, aborted=bool(finish), error=error)
 
 
-def _usage(payload: JsonObject) -> tuple[int | None, int | None]:
+def _usage(payload: JsonObject) -> Usage:
     usage = child(payload, "usage")
     if usage:
         return usage_tokens(usage)
     details = child(payload, "details")
     if details:
         prefill = details.get("prefill")
-        return (len(prefill) if isinstance(prefill, list) and prefill else None), count(details.get("generated_tokens"))
+        prompt = len(prefill) if isinstance(prefill, list) and prefill else None
+        return prompt, count(details.get("generated_tokens")), None
     return _NO_USAGE
 
 
@@ -108,13 +121,13 @@ def _read_ends(body: bytes) -> ReplyFacts:
     finish = _ABORTED.search(body)
     error = None if finish is None else aborted(finish.group(1).decode())
     for part in (body[-ENDS_BYTES:], body[:ENDS_BYTES]):
-        prompt, output = _find_usage(part.decode("utf-8", "replace"))
+        prompt, output, cached = _find_usage(part.decode("utf-8", "replace"))
         if prompt is not None or output is not None:
-            return ReplyFacts(prompt, output, aborted=finish is not None, error=error)
+            return ReplyFacts(prompt, output, cached, aborted=finish is not None, error=error)
     return ReplyFacts(aborted=finish is not None, error=error)
 
 
-def _find_usage(part: str) -> tuple[int | None, int | None]:
+def _find_usage(part: str) -> Usage:
     for found in _USAGE.finditer(part):
         try:
             usage, _ = json.JSONDecoder().raw_decode(part, found.end())

@@ -28,6 +28,7 @@ class Course:
     result: Result = Result.ENGINE_FAILED
     reason: str = ""
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     output_tokens: int = 0
     engine_ttft_s: float | None = None
     relay: Relay | None = None
@@ -39,6 +40,7 @@ class Course:
         """An attempt has ended so."""
         self.engine_ttft_s = end.engine_ttft_s
         self.output_tokens, self.prompt_tokens = end.output_tokens, end.prompt_tokens
+        self.cached_tokens = end.cached_tokens
 
     def cancelled(self, reply: Outlet) -> None:
         """The client left, or its reply was cut."""
@@ -67,6 +69,7 @@ class Course:
             queued_s=None if self.granted_s is None else self.granted_s - accepted_s,
             ttft_s=None if first_s is None else first_s - accepted_s,
             engine_ttft_s=self.engine_ttft_s,
+            cached_tokens=self.cached_tokens,
         )
 
     def trace_id(self, exchange: Exchange) -> str:

@@ -161,8 +161,8 @@ class Dispatcher:
         """An owner in this process takes a grant up, whoever gave it: count it here if it is not counted yet."""
         self._found(grant)
         if (grant.work_id, grant.attempt) not in self._ledger[grant.engine].entries:
-            self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
-            self.planner.counted(work, self._store.current)
+            there = self._count(work, grant.engine, grant.attempt, self._clock.pool_s())
+            self.planner.counted(there, self._store.current)
         self._take(work, grant.engine, grant.attempt)
 
     def honours(self, grant: Grant) -> bool:
@@ -366,16 +366,16 @@ class Dispatcher:
         if (runs_on := self._ledger.engine_of(work.id, attempt)) is not None:
             # The store lost its data between our claim and the answer, and was told of this work as waiting.
             return Grant(work.id, runs_on, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
-        self._count(work, engine, attempt, now_s)
-        self.planner.granted(work, self._store.current, now_s)
+        there = self._count(work, engine, attempt, now_s)
+        self.planner.granted(there, self._store.current, now_s)
         self._sink(placement.decision)
         return Grant(work.id, engine, self._presence.epoch, attempt, now_s + GRANT_VALID_S)
 
-    def _count(self, work: Work, engine: str, attempt: int, now_s: float) -> None:
-        """Count an attempt from now on: in the ledger, and with whoever decides by what runs."""
+    def _count(self, work: Work, engine: str, attempt: int, now_s: float) -> Work:
+        """Count an attempt from now on: in the ledger, and with whoever decides by what runs. The work, as these take it there."""
         self._ledger[engine].add(work, attempt, now_s)
-        self.planner.learn(now_s, Granted(work, engine, attempt))
         self.queued.granted(work)
+        return self.planner.learn(now_s, Granted(work, engine, attempt))
 
     def _take(self, work: Work, engine: str, attempt: int) -> None:
         """An attempt that is counted is for this process to run, from now on."""
@@ -394,6 +394,7 @@ class Dispatcher:
             now_s = self._clock.pool_s()
             queued, late = self.queued.depths(), self.queued.late(self._store.current, now_s)
             for view in self._roster.views(self._clock.now_s()):
+                self.planner.heard(view)
                 running = chain(self._ledger[view.name].progress(), self._steward.running(view.name))
                 self._sizing.on_event(Progressed(view.name, running), now_s)
                 self._sizing.on_event(Sampled(view, queued, late), now_s)
@@ -477,9 +478,9 @@ class Dispatcher:
             self.planner.untold(entry.work)
         now_s, policy = self._clock.pool_s(), self._store.current
         for at_s, event in hearing.news:
+            there = self.planner.learn(min(at_s, now_s), event)
             if isinstance(event, Granted):
-                self.planner.counted(event.work, policy)
-            self.planner.learn(min(at_s, now_s), event)
+                self.planner.counted(there, policy)
 
     def _start_on_credit(self, work: Work, policy: Policy) -> Grant | None:
         if not policy.class_policy(work.class_name).has_ttft_objective:
@@ -495,8 +496,7 @@ class Dispatcher:
             return None
         pool_s = self._clock.pool_s()
         attempt = work.attempt + 1
-        self._count(work, engine, attempt, pool_s)
-        self.planner.counted(work, policy)
+        self.planner.counted(self._count(work, engine, attempt, pool_s), policy)
         self._take(work, engine, attempt)
         self._steward.spent(engine, self._credit.started)
         self._sink(

@@ -16,7 +16,7 @@ from gateway.instruments import CLASSIFIED
 from gateway.telemetry import Telemetry
 from policies.behaviour import Pattern
 from policies.classify import By, Caller, Classified, UnknownClass, classify, placed
-from policies.estimators.prefix_caches import FIRST_LEVEL_BYTES, LEVELS
+from policies.estimators.prefix_caches import FIRST_LEVEL_BYTES, LEVEL_ENDS_BYTES
 from policies.ordering.gather import PADDED_PATHS
 from policies.schema import Policy
 from policies.vocabulary import Action, Decision, Work
@@ -135,10 +135,9 @@ def _prefix(body: bytes) -> str:
     """Short digests of how a long request begins: enough to tell mates, too little to tell a prompt."""
     if len(body) < 2 * FIRST_LEVEL_BYTES:
         return ""
-    # Every long request pays for it: 8 us for 32 KiB, where a cryptographic digest takes 130.
+    # Every long request pays for it: 8 us for 32 KiB, where a cryptographic digest takes 130; the last level is 512 KiB.
     view, crc, done, digests = memoryview(body), 0, 0, []
-    for level in range(LEVELS):
-        end = FIRST_LEVEL_BYTES << level
+    for end in LEVEL_ENDS_BYTES:
         if end > len(body):
             break
         crc = zlib.crc32(view[done:end], crc)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from gateway.clock import Clock
@@ -24,7 +25,7 @@ from policies.ordering.shedding import Infeasible, Shedding
 from policies.preemption import by_memory, plan_recalls
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, SizingPolicy
-from policies.vocabulary import Decision, DispatchBatch, Work
+from policies.vocabulary import Decision, DispatchBatch, EngineView, Work
 
 BATCHES_KEPT = 64
 
@@ -126,7 +127,8 @@ class Planner:
             and (name not in full.shut or one.on_infeasible != "late" or by_memory(full.refusals[name].values()))
             for name, one in ((name, policy.class_policy(name)) for name in names)
         ):
-            outlook = Outlook(urgent(waiting, policy, self.tenants), views, self._pace, now_s, never=policy.relative)
+            by_deadline = self._caches.waiting(urgent(waiting, policy, self.tenants), now_s)
+            outlook = Outlook(by_deadline, views, self._pace, now_s, never=policy.relative)
             due = outlook.order(policy)
             if refused := self._refuse_infeasible(outlook, policy, now_s):
                 due = [work for work in due if work.id not in refused]
@@ -176,24 +178,33 @@ class Planner:
         if work.deadline_s is not None:
             self._shedding.granted(work.tenant, now_s)
 
-    def learn(self, at_s: float, event: Granted | FirstToken | Finished) -> None:
-        """From what happens to single attempts, here or in another process."""
+    def learn(self, at_s: float, event: Granted | FirstToken | Finished) -> Work:
+        """From what happens to single attempts, here or in another process. The work, as predictions take it on its engine."""
         work = event.work
         match event:
             case Granted():
+                work = self._caches.granted(event.engine, work, event.attempt)
+                event = replace(event, work=work)
                 self._pace.granted(event.engine, work, event.attempt, at_s)
-                self._caches.granted(event.engine, work)
             case FirstToken():
-                self._alone.first_token(work.model, work.prompt_tokens, event.engine_ttft_s)
+                if not self._caches.first_token(work.id, event.attempt):
+                    self._alone.first_token(work.model, work.prompt_tokens, event.engine_ttft_s)
                 self._pace.first_token(work.id, event.attempt, at_s)
             case Finished():
+                work = self._caches.ended(event.engine, work, event.attempt, event.outcome)
                 self._pace.ended(work.id, event.attempt)
                 self.tenants.on_event(work, event.outcome)
         self._sizing.on_event(event, at_s)
+        return work
+
+    def heard(self, view: EngineView) -> None:
+        """What an engine says, as of the control tick."""
+        self._caches.heard(view)
 
     def untold(self, work: Work) -> None:
         """The next attempt of a work was granted, and nobody will tell what comes of it."""
         self._pace.ended(work.id, work.attempt + 1)
+        self._caches.forget(work.id, work.attempt + 1)
         self.tenants.on_event(work, None)
 
     def alone_s(self, model: str, prompt_tokens: int) -> float | None:

@@ -68,6 +68,7 @@ class AttemptEnd:
     engine_ttft_s                  call to first token-bearing byte; None when there was none
     committed                      bytes of this attempt have reached the client: nobody else may try
     response_id                    id of a stored response (/v1/responses), "" otherwise
+    cached_tokens                  of the prompt, found in the engine's prefix cache, from usage; None when it does not say
     """
 
     fault: Fault | None
@@ -76,6 +77,7 @@ class AttemptEnd:
     engine_ttft_s: float | None
     committed: bool
     response_id: str = ""
+    cached_tokens: int | None = None
 
 
 class _Mode(Enum):
@@ -426,7 +428,7 @@ class Relay:
             # The whole answer is no first token: who decides must not take the time of all tokens for that of one.
             self._engine_ttft_s = self._clock.now_s() - self.sent_s
             self._flush_whole()
-            self._end(None, prompt_tokens=facts.prompt_tokens)
+            self._end(None, prompt_tokens=facts.prompt_tokens, cached_tokens=facts.cached_tokens)
         elif self._long_json and self._seam.rstrip()[-1:] not in _JSON_ENDS:
             self._end(truncated(self._engine))
         else:
@@ -456,12 +458,12 @@ class Relay:
         self._reply.open(self._status, [*kept, *more], int(length) if whole else None)
         return True
 
-    def _end(self, fault: Fault | None, *, prompt_tokens: int | None = None) -> None:
+    def _end(self, fault: Fault | None, *, prompt_tokens: int | None = None, cached_tokens: int | None = None) -> None:
         if self.done.done():
             return
         reader = self._reader
         if reader is not None:
-            prompt_tokens = reader.prompt_tokens
+            prompt_tokens, cached_tokens = reader.prompt_tokens, reader.cached_tokens
             if reader.output_tokens is not None:
                 self.output_tokens = reader.output_tokens
         if fault is not None and self._call is not None:
@@ -469,7 +471,13 @@ class Relay:
         # First the end, then the client: an abort loses the connection, and that cancels a handler which has no end yet.
         self.done.set_result(
             AttemptEnd(
-                fault, self.output_tokens, prompt_tokens, self._engine_ttft_s, self._committed, self._response_id
+                fault,
+                self.output_tokens,
+                prompt_tokens,
+                self._engine_ttft_s,
+                self._committed,
+                self._response_id,
+                cached_tokens,
             )
         )
         if fault is None:

@@ -199,13 +199,13 @@ def _event(row: list[Any]) -> Began | Answered | Grew | Ended | None:
         case ["g", _, up_to, shown, *_]:
             return Grew(up_to, tuple(zip(shown[::2], shown[1::2], strict=True)))
         case ["e", _, began, outcome, *_]:
-            return Ended(began, None if outcome is None else _outcome(*outcome[:10]))
+            return Ended(began, None if outcome is None else _outcome(*outcome[:11]))
     return None
 
 
 def _outcome_row(one: Outcome) -> list[object]:
     row: list[object] = [one.result, one.reason, one.status, one.attempts, one.prompt_tokens, one.output_tokens]
-    return [*row, one.total_s, one.queued_s, one.ttft_s, one.engine_ttft_s]
+    return [*row, one.total_s, one.queued_s, one.ttft_s, one.engine_ttft_s, one.cached_tokens]
 
 
 def _outcome(result: str, *columns: Any) -> Outcome:

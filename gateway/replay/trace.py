@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.recorder import MARK, PREFIX_BYTES
-from policies.estimators.prefix_caches import LEVELS, level_tokens
+from policies.estimators.prefix_caches import LEVEL_ENDS_BYTES, level_tokens
 from policies.vocabulary import Result
 
 NEEDED = ("arrival_s", "prompt_tokens", "output_tokens")
@@ -75,7 +75,7 @@ class Request:
         """As the gateway would make it of the request's bytes (`policies.vocabulary.Work`)."""
         if not self.prefix_ids:
             return ""
-        names = (math.ceil(level_tokens(level) / self.id_tokens) - 1 for level in range(LEVELS))
+        names = (math.ceil(level_tokens(level) / self.id_tokens) - 1 for level in range(len(LEVEL_ENDS_BYTES)))
         return ".".join(f"{self.prefix_ids[at] & 0xFFFFFFFF:08x}" for at in names if at < len(self.prefix_ids))
 
 

@@ -1,7 +1,8 @@
 """How fast engines take prompts in: seconds per token of prefill, over the times in which some prompt was pending.
 
 A token attends to all before it, so a long prompt takes more than its share: `prefill_tokens` counts that in, and a prompt of
-ATTENTION_TOKENS costs half as much again as its tokens alone.
+ATTENTION_TOKENS costs half as much again as its tokens alone. What is thought to be in an engine's prefix cache is no work,
+and counts for nothing: a prompt that is soon taken in because it was there must not teach that prompts are cheap.
 
 A single first token says little: it waited for a step under way and for prompts before it. So tokens are counted from the
 moment at which an idle engine is sent a prompt, in stretches of STRETCH_S at least, or until nothing is pending; and a
@@ -43,9 +44,10 @@ def taken_in_factor(*, streams: bool) -> float:
     return STREAMED_FACTOR if streams else TAKEN_IN_FACTOR
 
 
-def prefill_tokens(prompt_tokens: int) -> float:
-    """How many first tokens of a prompt take as long as all of this one."""
-    return prompt_tokens * (1 + prompt_tokens / (2 * ATTENTION_TOKENS))
+def prefill_tokens(prompt_tokens: int, cached_tokens: int = 0) -> float:
+    """How many first tokens of a prompt take as long as what is to be computed of this one, behind what is cached of it."""
+    tokens = prompt_tokens * (1 + prompt_tokens / (2 * ATTENTION_TOKENS))
+    return tokens - cached_tokens * (1 + cached_tokens / (2 * ATTENTION_TOKENS)) if cached_tokens else tokens
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class Pace:
         self._take_in(one, now_s)
         if not one.pending:
             one.since_s, one.tokens = now_s, 0.0
-        tokens = prefill_tokens(prompt_tokens)
+        tokens = prefill_tokens(prompt_tokens, work.cached_tokens)
         one.pending += 1
         one.ahead += tokens
         one.prompt_tokens += prompt_tokens

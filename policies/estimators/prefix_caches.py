@@ -1,62 +1,188 @@
 """What each engine's prefix cache probably holds: the beginnings of the requests that it was sent of late.
 
-A work's `prefix` names the first 1, 2, 4, ... KiB of its request, each level by a digest of all up to there. What two works
+A work's `prefix` names how its request begins, each of LEVEL_ENDS_BYTES by a digest of all up to there. What two works
 share is the longest level that both have, so a conversation finds the engine of its earlier turns, and requests with one
-long instruction find each other. Engines tell nothing of what they keep: the digests sent to one are forgotten in the order
-in which they were last used, DIGESTS_KEPT of them, and an engine that started anew is believed warm until then.
+long instruction find each other. The digests sent to an engine are forgotten in the order in which they were last used,
+DIGESTS_KEPT of them, and all at once when it starts anew. How much of what they promise is there, `prefix_trust` learns.
+
+Two numbers come of it. What an engine *probably* has is good enough to choose it. What predictions may *count on* is 0 unless
+the engine tells what it finds; a work carries that as `cached_tokens` from its grant on, and in every question about an engine.
+A work that waits is taken to go where most of it is.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
-from policies.vocabulary import Work
+from policies.estimators.prefix_trust import PrefixTrust
+from policies.vocabulary import EngineView, Outcome, Work
 
 BYTES_PER_TOKEN = 4
 FIRST_LEVEL_BYTES = 1024
-LEVELS = 6
-"""The last one is 32 KiB."""
-DIGESTS_KEPT = 8192
+LEVEL_ENDS_BYTES = tuple(
+    FIRST_LEVEL_BYTES * kib for kib in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+)
+"""What two requests share is longer than the level found by less than a half of it."""
+DIGESTS_KEPT = 16_384
 """Of one engine."""
+RESTARTED_S = 1.0
+"""A start time that moves by more is another process's."""
+LOOKED_FOR_S = 1.0
+"""A waiting work's tokens are looked for again after so long."""
+LOOKS = 32
+"""Waiting works that are looked for at once: a round has a millisecond, and there may be hundreds of them."""
+WAITING_KEPT = 8192
+
+AttemptKey = tuple[str, int]
 
 
 def level_tokens(level: int) -> int:
     """Prompt tokens in the beginning that a level names."""
-    return (FIRST_LEVEL_BYTES << level) // BYTES_PER_TOKEN
+    return LEVEL_ENDS_BYTES[level] // BYTES_PER_TOKEN
+
+
+@dataclass(slots=True)
+class _Engine:
+    """sent: by model and digest, the longest unused first; started_s: its start time as last told."""
+
+    sent: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+    trust: PrefixTrust = field(default_factory=PrefixTrust)
+    started_s: float | None = None
+
+    def tokens(self, work: Work) -> int:
+        """Leading prompt tokens of the work that were sent here."""
+        found = 0
+        for level, digest in enumerate(work.prefix.split(".")[: len(LEVEL_ENDS_BYTES)]):
+            if (work.model, digest) not in self.sent:
+                break
+            found = level_tokens(level)
+        return min(found, work.prompt_tokens)
+
+    def send(self, work: Work) -> None:
+        for digest in work.prefix.split("."):
+            self.sent[work.model, digest] = None
+            self.sent.move_to_end((work.model, digest))
+        while len(self.sent) > DIGESTS_KEPT:
+            self.sent.popitem(last=False)
+
+    def counted_on(self, work: Work) -> int:
+        """Of these, what predictions may count on."""
+        return int(self.trust.part * self.tokens(work)) if self.trust.told else 0
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One of which something was expected. expected_tokens: by the digests alone; due: its first token was not seen yet."""
+
+    engine: str
+    work: Work
+    expected_tokens: int
+    due: bool = True
 
 
 class PrefixCaches:
     """See the module header. One per pool, its owner is the dispatcher."""
 
-    __slots__ = ("_sent",)
+    __slots__ = ("_attempts", "_engines", "_waiting")
 
     def __init__(self) -> None:
-        self._sent: dict[str, OrderedDict[tuple[str, str], None]] = {}
+        self._engines: dict[str, _Engine] = {}
+        self._attempts: dict[AttemptKey, _Attempt] = {}
+        self._waiting: dict[str, tuple[float, Work]] = {}
 
-    def granted(self, engine: str, work: Work) -> None:
-        """The work was sent there."""
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def granted(self, engine: str, work: Work, attempt: int) -> Work:
+        """The work was sent there; as predictions are to take it from now on."""
+        self._waiting.pop(work.id, None)
         if not work.prefix:
-            return
-        sent = self._sent.get(engine)
-        if sent is None:
-            sent = self._sent[engine] = OrderedDict()
-        for digest in work.prefix.split("."):
-            sent[work.model, digest] = None
-            sent.move_to_end((work.model, digest))
-        while len(sent) > DIGESTS_KEPT:
-            sent.popitem(last=False)
+            return work
+        one = self._of(engine)
+        there = _with(work, one.counted_on(work))
+        if expected := one.tokens(work):
+            self._attempts[work.id, attempt] = _Attempt(engine, there, expected)
+        one.send(work)
+        return there
 
-    def tokens(self, engine: str, work: Work) -> int:
-        """Leading prompt tokens of the work that the engine probably has."""
-        sent = self._sent.get(engine)
-        if not sent:
-            return 0
-        found = 0
-        for level, digest in enumerate(work.prefix.split(".")):
-            if (work.model, digest) not in sent:
-                break
-            found = level_tokens(level)
-        return min(found, work.prompt_tokens)
+    def first_token(self, work_id: str, attempt: int) -> bool:
+        """An attempt's prompt has been computed. Whether some of it may have been there."""
+        one = self._attempts.get((work_id, attempt))
+        if one is not None and one.due:
+            one.due = False
+            self._of(one.engine).trust.taken_in(one.expected_tokens)
+        return one is not None
+
+    def ended(self, engine: str, work: Work, attempt: int, outcome: Outcome | None) -> Work:
+        """An attempt is over; the work as it was granted."""
+        if outcome is not None and outcome.output_tokens:
+            self.first_token(work.id, attempt)  # that of an answer told whole was not seen
+        one = self.forget(work.id, attempt)
+        if outcome is not None and outcome.cached_tokens is not None:
+            self._of(engine).trust.answered(0 if one is None else one.expected_tokens, outcome.cached_tokens)
+        return work if one is None else one.work
+
+    def forget(self, work_id: str, attempt: int) -> _Attempt | None:
+        """Nobody will tell what comes of an attempt."""
+        return self._attempts.pop((work_id, attempt), None)
+
+    def heard(self, view: EngineView) -> None:
+        """What an engine says of itself, each control tick."""
+        started, hits = view.start_time_s, view.prefix_hits_total
+        one = self._engines.get(view.name)
+        if one is None:
+            if not hits.known:
+                return
+            one = self._of(view.name)
+        if started.known and started.value is not None:
+            if one.started_s is not None and abs(started.value - one.started_s) > RESTARTED_S:
+                one.sent.clear()
+            one.started_s = started.value
+        if hits.known and hits.value is not None:
+            one.trust.counted(hits.value)
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    def probable(self, engine: str, work: Work) -> tuple[int, Work]:
+        """(leading prompt tokens that the engine probably has, the work as predictions are to take it there)."""
+        one = self._engines.get(engine)
+        if one is None or not work.prefix:
+            return 0, _with(work, 0)
+        return int(one.trust.part * one.tokens(work)), _with(work, one.counted_on(work))
+
+    def waiting(self, works: Iterable[Work], now_s: float) -> list[Work]:
+        """Works that wait, as predictions are to take them where most of each is. Looks for LOOKS of them at most; the
+        others are as they were last found."""
+        kept, looks = self._waiting, LOOKS
+        if len(kept) > WAITING_KEPT:
+            kept.clear()
+        found: list[Work] = []
+        for work in works:
+            if work.prefix:
+                until_s, there = kept.get(work.id, _NOT_LOOKED_FOR)
+                if looks and (until_s <= now_s or there.attempt != work.attempt):
+                    looks -= 1
+                    there = _with(work, max((one.counted_on(work) for one in self._engines.values()), default=0))
+                    kept[work.id] = now_s + LOOKED_FOR_S, there
+                found.append(there if there.attempt == work.attempt else work)
+            else:
+                found.append(work)
+        return found
+
+    def _of(self, engine: str) -> _Engine:
+        found = self._engines.get(engine)
+        if found is None:
+            found = self._engines[engine] = _Engine()
+        return found
 
     def __repr__(self) -> str:
-        return f"<PrefixCaches {' '.join(f'{name}={len(sent)}' for name, sent in sorted(self._sent.items()))}>"
+        parts = (f"{name}={len(one.sent)}*{one.trust.part:.2f}" for name, one in sorted(self._engines.items()))
+        return f"<PrefixCaches {' '.join(parts)}>"
+
+
+def _with(work: Work, cached_tokens: int) -> Work:
+    return work if work.cached_tokens == cached_tokens else replace(work, cached_tokens=cached_tokens)
+
+
+_NOT_LOOKED_FOR = (0.0, Work("", "", "", "", "", 0.0, 0.0, attempt=-1))

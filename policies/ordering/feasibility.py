@@ -48,7 +48,7 @@ def triage(
 ) -> Triage:
     """Moore and Hodgson, O(n log n); O(n) where all can be in time.
 
-    works         by deadline
+    works         by deadline, each with what is cached of it where it would go
     per_token_s   by model, seconds for each of `prefill_tokens`, the pool to itself; a work of another is taken to be in time
     ahead_s       by model, prefill time of what its pool has been given already
     never         classes whose works are not given up
@@ -80,7 +80,7 @@ def _give_up(works: Sequence[Work], each_s: float, free_s: float, given_up: set[
     stretched_s, heaped = STRETCH * each_s, False
     longest: list[tuple[float, str]] = []
     for work in works:
-        takes_s = stretched_s * prefill_tokens(work.prompt_tokens)
+        takes_s = stretched_s * prefill_tokens(work.prompt_tokens, work.cached_tokens)
         free_s += takes_s
         if heaped:
             heappush(longest, (-takes_s, work.id))
@@ -145,7 +145,7 @@ class Outlook:
     def alone_s(self, work: Work) -> float | None:
         """Prefill time on the idle pool; None: not known."""
         each_s = self._per_token_s.get(work.model)
-        return None if each_s is None else prefill_tokens(work.prompt_tokens) * each_s
+        return None if each_s is None else prefill_tokens(work.prompt_tokens, work.cached_tokens) * each_s
 
     def hopeless(self, work: Work) -> bool:
         """Even alone on the idle pool, and without any spare, it would be late by now."""

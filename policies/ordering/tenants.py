@@ -6,7 +6,8 @@ others instead of spending what it saved up. The prompt is charged at the grant;
 much per token, and the memory that the work held for as long as it ran, when they are known: at the end. A tenant that is not ahead of the virtual time needs no entry;
 TENANTS_KEPT bounds the rest.
 
-Cached prompts are not told apart: no engine says which request found how much.
+What an engine's prefix cache has of a prompt costs nothing: as expected at the grant, set right at the end where the answer
+says how much it was.
 One writer: the pool's dispatcher. Plans read it and work on copies.
 """
 
@@ -31,7 +32,7 @@ GRANTS_KEPT = 256.0
 
 def prompt_cost(work: Work) -> float:
     """What a grant is charged at once, in prompt tokens, > 0: a work without any still takes a place."""
-    return 1.0 + work.prompt_tokens
+    return 1.0 + work.computed_tokens
 
 
 def output_cost(outcome: Outcome) -> float:
@@ -83,7 +84,9 @@ class TenantCounters:
         """An attempt ended; `outcome` None when the work goes on elsewhere. Charges output and memory."""
         left = self._in_flight.get(work.tenant, 0) - 1
         if outcome is not None and outcome.output_tokens:
-            cost = output_cost(outcome) / self._weight.get(work.tenant, 1.0)
+            told = outcome.cached_tokens
+            found = work.cached_tokens if told is None else min(told, work.prompt_tokens)
+            cost = (output_cost(outcome) + work.cached_tokens - found) / self._weight.get(work.tenant, 1.0)
             self._finish[work.class_name, work.tenant] = self.tag(work.class_name, work.tenant) + cost
         if left > 0:
             self._in_flight[work.tenant] = left

@@ -27,7 +27,6 @@ def chat_reply(*finishes: str, **more: object) -> dict[str, object]:
     [
         (chat_reply("stop"), 3, 2),
         ({"object": "response", "status": "completed", "usage": {"input_tokens": 4, "output_tokens": 6}}, 4, 6),
-        ({"type": "message", "usage": {"input_tokens": 1, "cache_read_input_tokens": 9, "output_tokens": 2}}, 10, 2),
         ({"generated_text": "x", "details": {"finish_reason": "length", "generated_tokens": 7}}, None, 7),
         ([{"generated_text": "x", "details": {"generated_tokens": 7}}, {"details": {"generated_tokens": 5}}], None, 12),
         ({"data": [{"embedding": "AAAA"}], "usage": {"prompt_tokens": 8, "total_tokens": 8}}, 8, None),
@@ -44,6 +43,22 @@ def test_usage_is_read_from_every_kind_of_answer(
     payload: object, prompt_tokens: int | None, output_tokens: int | None
 ) -> None:
     assert read_reply(json.dumps(payload).encode(), "/v1/x") == ReplyFacts(prompt_tokens, output_tokens)
+
+
+@pytest.mark.parametrize(
+    ("usage", "facts"),
+    [
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}, ReplyFacts(9, None, 8)),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 0}}, ReplyFacts(9, None, 0)),
+        ({"input_tokens": 1, "cache_read_input_tokens": 9, "output_tokens": 2}, ReplyFacts(10, 2, 9)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": None}, ReplyFacts(9)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": -3}}, ReplyFacts(9)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": True}}, ReplyFacts(9)),
+    ],
+)
+def test_what_was_cached_of_a_prompt_is_read_where_usage_says_it(usage: dict[str, object], facts: ReplyFacts) -> None:
+    assert read_reply(json.dumps({"usage": usage}).encode(), "/v1/x") == facts
+    assert read_reply(json.dumps({"x": "y" * 2_000_000, "usage": usage}).encode(), "/v1/x") == facts
 
 
 @pytest.mark.parametrize(

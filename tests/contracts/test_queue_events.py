@@ -17,7 +17,7 @@ from tests.redis_servers import Server
 NOW = 1_800_000_000_000
 ME, OTHER = Session("gateway/1", 7), Session("gateway-2", 1)
 WORK = Work("id/1", "chat", "acme", "m", "/v1/completions", 1.5, 0.0, 12, 99, 2, 0.1 + 0.2)
-OUTCOME = Outcome("", "", "", "", "", Result.COMPLETED, "", 200, 1, 12, 34, 1.5, None, 0.1 + 0.2, 0.25)
+OUTCOME = Outcome("", "", "", "", "", Result.COMPLETED, "", 200, 1, 12, 34, 1.5, None, 0.1 + 0.2, 0.25, 8)
 LIFE = (
     Began(WORK, "gpu 0", 1),
     Answered(1, 0.25),

@@ -10,7 +10,7 @@ from gateway.errors import Dialect, Refusal
 from gateway.exchange import Exchange, Facts
 from gateway.telemetry import Telemetry
 from policies.classify import Classified
-from policies.estimators.prefix_caches import FIRST_LEVEL_BYTES
+from policies.estimators.prefix_caches import FIRST_LEVEL_BYTES, LEVEL_ENDS_BYTES
 from tests.gateway.test_relay import FakeClock, FakeDownstream
 from tests.policies.worlds import policy
 
@@ -85,9 +85,9 @@ def test_the_next_turn_of_a_conversation_shares_all_whole_levels_with_the_one_be
 
     first, following = (intake.work(exchange(body), found(100.0), POLICY).prefix.split(".") for body in bodies)
 
-    assert len(first) == 3
+    assert len(first) == sum(end <= len(bodies[0]) for end in LEVEL_ENDS_BYTES) == 5
     assert following[: len(first)] == first
-    assert len(following) == 4
+    assert len(following) == 6
 
 
 def test_who_waits_for_less_than_the_class_promises_has_an_earlier_deadline(intake: Intake) -> None:

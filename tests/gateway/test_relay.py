@@ -331,14 +331,17 @@ async def test_a_responses_stream_ends_with_response_completed_and_fails_with_it
     assert isinstance(payload["code"], str)
 
 
-async def test_usage_that_we_asked_for_is_counted_and_taken_out() -> None:
+@pytest.mark.parametrize(
+    ("cached", "found"), [({}, None), ({"prompt_tokens_details": {"cached_tokens": 4}}, 4)], ids=["bare", "cached"]
+)
+async def test_usage_that_we_asked_for_is_counted_and_taken_out(cached: dict[str, object], found: int | None) -> None:
     bench = Bench(strip_usage=True)
-    usage = event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}})
+    usage = event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 9, **cached}})
 
     bench.play(delta("a"), delta(finish="stop"), usage, DONE)
 
     end = await bench.relay.done
-    assert (end.prompt_tokens, end.output_tokens) == (7, 9)
+    assert (end.prompt_tokens, end.output_tokens, end.cached_tokens) == (7, 9, found)
     assert b"usage" not in bench.client.body
     assert bench.client.body.endswith(DONE)
 

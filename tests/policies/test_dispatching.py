@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.dispatching import LOOK_AHEAD, MOST_PLACED, Placement, look_for_room, place_one, plan_batches, plan_round
+from policies.estimators.prefix_caches import PrefixCaches
 from policies.limits import build
 from policies.ordering import TenantCounters, late_by_class
 from policies.placement import able, eligible
@@ -347,6 +348,22 @@ def test_a_smaller_work_behind_one_that_is_too_large_still_starts() -> None:
     placed = plan_round(waiting, [engine()], Tokens(100), POLICY, NOW_S, 0.0)
 
     assert ids(placed) == ["small"]
+
+
+def test_a_longer_prompt_of_which_more_is_cached_is_asked_for_behind_one_that_finds_no_room() -> None:
+    class Computing(Tokens):
+        def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+            return super().admit(replace(work, prompt_tokens=work.computed_tokens), engine, now_s)
+
+    caches = PrefixCaches()
+    caches.heard(replace(engine(), prefix_hits_total=fresh(0.0)))
+    caches.granted("e0", replace(work("earlier", prompt_tokens=900), prefix="a.b.c"), 1)
+    waiting = [work("whole", prompt_tokens=600), replace(work("known", prompt_tokens=900), prefix="a.b.c")]
+    due = caches.waiting(waiting, NOW_S)
+
+    placed, _ = plan_batches(waiting, [engine()], Computing(450), POLICY, NOW_S, 0.5, due=due, caches=caches)
+
+    assert ids(placed) == ["known"]
 
 
 @pytest.mark.parametrize("order", [1, -1])

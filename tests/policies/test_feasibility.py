@@ -120,6 +120,37 @@ def test_a_long_prompt_takes_more_than_its_share_of_prefill() -> None:
     assert prefill_tokens(ATTENTION_TOKENS) == 1.5 * ATTENTION_TOKENS
 
 
+@pytest.mark.parametrize("cached", [0, 100, 9000, 20_000])
+def test_what_is_cached_of_a_prompt_takes_no_time_but_is_attended_to(cached: int) -> None:
+    assert prefill_tokens(20_000, cached) == pytest.approx(prefill_tokens(20_000) - prefill_tokens(cached))
+    assert prefill_tokens(20_000, cached) >= prefill_tokens(20_000 - cached)
+
+
+def test_a_prompt_that_was_there_already_does_not_teach_that_prompts_are_cheap() -> None:
+    pace = Pace()
+    for number in range(50):
+        at_s = NOW_S + number
+        pace.granted("e0", replace(prompt(f"w{number}", 10_000), cached_tokens=9000), 1, at_s)
+        pace.first_token(f"w{number}", 1, at_s + 1e-3 * prefill_tokens(10_000, 9000) / 2)
+
+    assert pace.seconds_per_token("e0") == pytest.approx(5e-4)
+
+
+def test_of_those_that_are_too_many_one_that_is_mostly_cached_is_not_the_longest() -> None:
+    works = [due(0, prompt_tokens=700, within_s=1.0), *(due(n, prompt_tokens=200, within_s=1.1) for n in range(1, 4))]
+    works[0] = replace(works[0], cached_tokens=600)
+
+    assert ordered(works) == works
+
+
+def test_what_is_ahead_counts_what_has_to_be_computed_of_it() -> None:
+    pace = paced()
+    pace.granted("e0", replace(prompt("w", 8000), cached_tokens=6000), 1, NOW_S)
+
+    assert pace.ahead_tokens("e0", 8000, NOW_S) == pytest.approx(prefill_tokens(8000, 6000))
+    assert pace.ahead_tokens("e0", 8500, NOW_S) == pytest.approx(prefill_tokens(8000, 6000) + 500)
+
+
 def test_a_short_prompt_or_one_that_came_to_nothing_teaches_no_pace() -> None:
     pace = Pace()
     pace.granted("e0", prompt("short", 20), 1, NOW_S)

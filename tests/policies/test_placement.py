@@ -273,9 +273,9 @@ def test_of_engines_that_are_early_enough_the_least_loaded_is_taken() -> None:
 def test_a_conversation_stays_where_it_is_until_others_are_idler_by_more(elsewhere_s: float, taken_by: str) -> None:
     caches, views = PrefixCaches(), [engine("cold"), engine("warm")]
     earlier, next_turn = (replace(work("w", prompt_tokens=2000), prefix=prefix) for prefix in ("a.b.c", "a.b.c.d"))
-    caches.granted("warm", earlier)
+    caches.granted("warm", earlier, 1)
 
-    # 1024 tokens are expected in the cache, which take 68 ms usually.
+    # 537 tokens are probably in the cache, which take 36 ms usually.
     sizing = Foretelling({"warm": 0.22, "cold": elsewhere_s})
 
     assert chosen(next_turn, views, spread=True, sizing=sizing, caches=caches) == taken_by
@@ -283,16 +283,16 @@ def test_a_conversation_stays_where_it_is_until_others_are_idler_by_more(elsewhe
 
 def test_without_predictions_a_warm_cache_counts_as_load_that_is_not_there() -> None:
     caches, views = PrefixCaches(), [engine("e0", {"chat": 20}), engine("e1", {"chat": 21})]
-    one = replace(work("w", prompt_tokens=9000), prefix="a.b.c.d.e.f")
-    caches.granted("e1", one)
+    one = replace(work("w", prompt_tokens=9000), prefix="a.b.c.d.e.f.g.h.i.j")
+    caches.granted("e1", one, 1)
 
     assert {chosen(one, views, spread=True, caches=caches, draw=draw / 4) for draw in range(4)} == {"e1"}
 
 
 def test_bulk_that_begins_alike_goes_to_the_same_engine() -> None:
     caches, views = PrefixCaches(), [engine("e0", {"night": 2}), engine("e1", {"night": 9}), engine("e2", spot=True)]
-    one = replace(work("w", "night", prompt_tokens=400), prefix="a")
-    caches.granted("e0", one)
+    one = replace(work("w", "night", prompt_tokens=300), prefix="a")
+    caches.granted("e0", one, 1)
 
     assert chosen(one, views[:2], spread=False, caches=caches) == "e0"
     assert chosen(one, views, spread=False, caches=caches) == "e2"

@@ -86,6 +86,21 @@ def test_output_counts_double_when_the_work_ends() -> None:
     assert counters.tag("night", "t") - before == 100
 
 
+@pytest.mark.parametrize(("told", "charged"), [(None, 400), (600, 400), (0, 1000), (900, 100), (5000, 0)])
+def test_a_prompt_costs_what_was_not_cached_of_it_by_the_answers_own_word_if_it_says(
+    told: int | None, charged: int
+) -> None:
+    counters = TenantCounters()
+    one = dataclasses.replace(work("w", "night", prompt_tokens=1000), cached_tokens=600)
+    before = counters.tag("night", "t")
+    counters.granted(one)
+
+    assert counters._finish["night", "t"] - before == 1 + 400
+    counters.on_event(one, dataclasses.replace(outcome(50), cached_tokens=told))
+
+    assert counters._finish["night", "t"] - before == 1 + charged + 2 * 50
+
+
 def test_a_work_that_goes_on_elsewhere_is_charged_no_output_yet() -> None:
     counters = TenantCounters()
     one = work("w", "night")

@@ -192,7 +192,7 @@ def test_more_memory_never_turns_an_admission_into_a_refusal(
     sums = Account(URGENT, lengths)
     sums.progressed([Running(one, 1, shown, True) for one, shown in some_works(drawn)], NOW_S)
     means, variances = newcomer(work("x"), (), lengths)
-    asked = Asked(prompt, 1, None, means, sums.sums.variances_with("t", variances, sums.sums.variances))
+    asked = Asked(prompt, prompt, 1, None, means, sums.sums.variances_with("t", variances, sums.sums.variances))
 
     verdicts = []
     for size in (capacity, capacity + more):
@@ -355,6 +355,88 @@ def test_urgent_prompts_beyond_the_pipe_stay_where_their_order_can_change() -> N
     assert admitted == [True, False, False]
 
 
+def cached(one: Work, tokens: int) -> Work:
+    return replace(one, cached_tokens=tokens)
+
+
+def test_what_is_cached_of_a_prompt_fills_no_pipe_and_all_of_it_takes_memory() -> None:
+    ledger = TokenLedger(POLICY)
+    some = [cached(work(f"c{number}", "chat", prompt_tokens=3000), 2900) for number in range(3)]
+    admitted = []
+    for number, one in enumerate(some):
+        held = 3000 * number
+        view = told({"chat": number, "night": 1}, kv_tokens=held, prefill_tokens=held)
+        verdict = ledger.admit(one, view, NOW_S)
+        admitted.append((verdict.admitted, reading(verdict, Guard.KV)[0] >= held + 3000))
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+
+    assert admitted == [(True, True)] * 3
+
+
+def test_bulk_that_is_mostly_cached_stalls_nobody_and_delays_no_first_token() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 1)
+    whole = work("x", "night", prompt_tokens=9000)
+
+    slow, quick = (ledger.admit(one, view, NOW_S) for one in (whole, cached(whole, 8950)))
+
+    for guard in (Guard.TTFT, Guard.STALL):
+        assert reading(slow, guard)[0] > 2 * reading(quick, guard)[0]
+    for guard in (Guard.KV, Guard.TPOT, Guard.KNEE):
+        if any(one.guard is guard for one in slow.guards):
+            assert reading(slow, guard) == reading(quick, guard)
+
+
+def test_the_first_token_of_a_cached_prompt_is_predicted_by_what_is_to_be_computed() -> None:
+    ledger = TokenLedger(POLICY)
+    view = running(ledger, 1)
+    whole = work("x", "chat", prompt_tokens=9000)
+
+    late, early, short = (
+        ledger.admit(one, view, NOW_S).first_token_s or 0.0
+        for one in (whole, cached(whole, 8000), work("x", "chat", prompt_tokens=1000))
+    )
+
+    assert early == pytest.approx(short)
+    assert late > 2 * early
+
+
+def test_prompts_that_were_there_already_do_not_teach_that_prefill_is_cheap() -> None:
+    def learned_s(tokens: int) -> float:
+        account = Account(URGENT, Lengths())
+        for number in range(400):
+            one = cached(work(f"w{number}", prompt_tokens=4000 + tokens), tokens)
+            account.granted(one, 1, NOW_S + number)
+            account.first_token(FirstToken(one, "e0", 0.02 + 4000 * 1e-4), NOW_S + number)
+            account.ended(one.id, 1)
+        return account.step.prefill_s_per_token
+
+    assert learned_s(20_000) == pytest.approx(learned_s(0), rel=0.05)
+
+
+def test_of_prompts_to_come_time_counts_what_is_computed_and_memory_all() -> None:
+    ledger = TokenLedger(POLICY)
+    for number in range(40):
+        ledger.on_event(Granted(cached(work(f"c{number}", prompt_tokens=6000), 5500), "e0", 1), NOW_S)
+        ledger.on_event(Finished(work(f"c{number}"), "e0", None), NOW_S)
+    view = told()
+    for tick in range(30):
+        ledger.on_event(Sampled(view, {"chat": 2}), NOW_S + tick / 4)
+    scene = ledger._scene(ledger._of("e0"), view, NOW_S + 10)
+
+    assert (scene.hypothesis.tokens, scene.hypothesis.held_tokens) == (500, 6000)
+    assert scene.queued_tokens == 2 * 500
+    assert scene.reserve_tokens == 6000
+
+
+def test_prompts_that_other_processes_were_given_count_whole() -> None:
+    account = Account(URGENT, Lengths())
+    account.granted(cached(work("c", prompt_tokens=5000), 4000), 1, NOW_S)
+    view = told({"chat": 2}, kv_tokens=8000, prefill_tokens=8000)
+
+    assert account.pending(view, account.beyond(view)) == (1000 + 3000, 0)
+
+
 def test_the_pipe_is_thin_where_the_objective_leaves_room_for_many_prompts() -> None:
     ledger = TokenLedger(POLICY)
     some = [work(f"c{number}", "chat", prompt_tokens=300) for number in range(12)]
@@ -419,7 +501,7 @@ def test_an_answer_that_shows_nothing_before_its_end_is_not_taken_for_foreign_tr
 def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], passes: bool) -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
     here = replace(SCENE, **scene)  # type: ignore[arg-type]  # fields by name, from the table
-    asked = Asked(500, 1, None, NOTHING[:4], NOTHING)
+    asked = Asked(500, 500, 1, None, NOTHING[:4], NOTHING)
     ask: dict[Guard, Callable[[], object]] = {
         Guard.TPOT: lambda: guards.gaps(here, asked, account.step, patient=True),
         Guard.KNEE: lambda: guards.knee(here, asked, account.step, fields),
@@ -436,7 +518,7 @@ def test_a_guard_stands_at_its_threshold(guard: Guard, scene: dict[str, float], 
 
 def test_a_prompt_that_makes_others_late_passes_now_and_then_when_nothing_is_pending() -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
-    huge = Asked(38_000, 1, None, NOTHING[:4], NOTHING)
+    huge = Asked(38_000, 38_000, 1, None, NOTHING[:4], NOTHING)
     due = replace(SCENE, oversize_due=True)
 
     found = [
@@ -507,7 +589,7 @@ def test_classes_with_an_objective_in_seconds_have_no_such_guard() -> None:
 def test_an_urgent_work_does_not_wait_for_a_gap_that_prompts_have_made() -> None:
     account = Account(URGENT, Lengths())
     torn = replace(SCENE, tpot_s=0.2, gap_s=0.5)
-    one = Asked(100, 1, 1.0, NOTHING[:4], NOTHING)
+    one = Asked(100, 100, 1, 1.0, NOTHING[:4], NOTHING)
 
     urgent, patient = (guards.gaps(torn, one, account.step, patient=patient) for patient in (False, True))
 
@@ -520,7 +602,7 @@ def test_an_urgent_work_does_not_wait_for_a_gap_that_prompts_have_made() -> None
 def test_beside_a_promised_slowdown_the_pipe_takes_a_whole_step_of_prompts() -> None:
     """Its objective is about one prompt: a quarter of that would let prompts in one by one, and steps be nearly empty."""
     account = Account(URGENT, Lengths())
-    one = Asked(500, 1, 0.1, NOTHING[:4], NOTHING)
+    one = Asked(500, 500, 1, 0.1, NOTHING[:4], NOTHING)
     pending = replace(SCENE, pending_urgent=1900.0)
     promised = Hypothesis(500.0, 0.1, slowdown=1.3)
 
@@ -534,7 +616,7 @@ def test_beside_a_promised_slowdown_the_pipe_takes_a_whole_step_of_prompts() -> 
 
 def test_first_tokens_that_come_late_let_less_bulk_in_and_early_ones_no_more() -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
-    one = Asked(100, 1, None, NOTHING[:4], NOTHING)
+    one = Asked(100, 100, 1, None, NOTHING[:4], NOTHING)
 
     usual, slow, quick = (
         guards.first_token(replace(SCENE, ttft_factor=factor), one, account.step, fields) for factor in (1.0, 1.3, 0.8)
@@ -567,7 +649,7 @@ def test_first_tokens_of_late_correct_what_is_predicted_for_placement() -> None:
 def test_on_a_slow_engine_one_long_prompt_after_the_other_is_let_in() -> None:
     account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
     account.step.theta[3] = 3e-4
-    long = Asked(1000, 1, None, NOTHING[:4], NOTHING)
+    long = Asked(1000, 1000, 1, None, NOTHING[:4], NOTHING)
     patient = replace(SCENE, hypothesis=Hypothesis(1000.0, 2.0))
 
     assert guards.stall(patient, long, account.step, fields).passed
@@ -1028,7 +1110,7 @@ def test_the_pipe_is_as_wide_as_a_long_prompt_for_short_and_long_ones_alike() ->
     model = Account(URGENT, Lengths()).step
     wide = replace(SCENE, pending_urgent=2000.0, hypothesis=Hypothesis(2500.0, 1.0))
     thin = replace(wide, hypothesis=Hypothesis(100.0, 1.0))
-    asked = Asked(prompt_tokens=2500, sequences=1, objective_s=0.2, means=NOTHING, variances=NOTHING)
+    asked = Asked(2500, 2500, 1, 0.2, NOTHING, NOTHING)
 
     for tokens in (0, 100, 2500):
         assert guards.pipe(wide, replace(asked, prompt_tokens=tokens), model).passed

@@ -84,7 +84,7 @@ def newcomer(work: Work, keys: Iterable[Key], lengths: Lengths) -> tuple[Forecas
 
 @dataclass(slots=True)
 class Entry:
-    """One attempt. `behind` is what its first token is predicted from: pending prompt tokens, its own included, the
+    """One attempt. `behind` is what its first token is predicted from: prompt tokens to compute, its own included, the
     sequences and the tokens that were there when it was granted; `without_patient`: the same, had nothing without an
     objective been there; None: nothing was. `assumed`: no first token was seen, but it must have been made by
     now; an answer that is not streamed shows none before its end."""
@@ -114,8 +114,8 @@ class Tenancy:
 @dataclass(slots=True)
 class Sums:
     """What the entries add up to. held: prompt and shown tokens; sequences: that the works decode; assumed: prompts without a
-    first token that must have had it; pending: the other prompts without one, and `pending_whole` those of them whose answers
-    will show none. variances: with every tenant's correlation in them."""
+    first token that must have had it; pending_prompts: the other prompts without one, and `pending_whole` those of them whose
+    answers will show none; pending_urgent, _patient: what of these is to be computed, not being cached. variances: with every tenant's correlation in them."""
 
     works: dict[str, int] = field(default_factory=dict)
     means: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)
@@ -125,6 +125,7 @@ class Sums:
     sequences: int = 0
     pending_urgent: int = 0
     pending_patient: int = 0
+    pending_prompts: int = 0
     assumed: int = 0
     pending_whole: int = 0
 
@@ -191,15 +192,17 @@ class Sums:
 
     def prefill(self, entry: Entry, sign: int) -> None:
         """Count a prompt as pending, or no more."""
+        work = entry.work
         if entry.assumed:
-            self.assumed += sign * entry.work.prompt_tokens
+            self.assumed += sign * work.prompt_tokens
             return
         if entry.urgent:
-            self.pending_urgent += sign * entry.work.prompt_tokens
+            self.pending_urgent += sign * work.computed_tokens
         else:
-            self.pending_patient += sign * entry.work.prompt_tokens
-        if not entry.work.streams:
-            self.pending_whole += sign * entry.work.prompt_tokens
+            self.pending_patient += sign * work.computed_tokens
+        self.pending_prompts += sign * work.prompt_tokens
+        if not work.streams:
+            self.pending_whole += sign * work.prompt_tokens
 
 
 class Account:
@@ -261,14 +264,14 @@ class Account:
         if found is not None:
             return found
         sums = self.sums
-        pending = sums.pending_urgent + sums.pending_patient + work.prompt_tokens
+        pending = sums.pending_urgent + sums.pending_patient + work.computed_tokens
         keys = levels(work.tenant, work.class_name, work.model)
         entry = Entry(
             work,
             keys,
             work.class_name in self._urgent,
             (pending, sums.sequences, sums.held_tokens),
-            self._without_patient(work.prompt_tokens),
+            self._without_patient(work.computed_tokens),
             now_s,
         )
         entry.means, entry.variances = forecast(work, 0, keys, self._lengths)
@@ -282,8 +285,8 @@ class Account:
             return
         self.sums.prefill(entry, -1)
         entry.prefilled = True
-        self._gap_prompts += entry.work.prompt_tokens
-        if entry.behind[0] <= UNHINDERED * entry.work.prompt_tokens:
+        self._gap_prompts += entry.work.computed_tokens
+        if entry.behind[0] <= UNHINDERED * entry.work.computed_tokens:
             self.correction.saw(event.engine_ttft_s, self.step.ttft_s(*entry.behind), now_s)
         self.step.saw_first_token(event.engine_ttft_s, *entry.behind)
         work = event.work
@@ -292,12 +295,12 @@ class Account:
             # The engine's part alone: what a work waited in our queue no cut of what runs can bring back.
             self.first_tokens.append((now_s, event.engine_ttft_s / allowed_s, self._by_patient(entry, allowed_s)))
 
-    def note_unhindered(self, prompt_tokens: int, now_s: float) -> None:
+    def note_unhindered(self, computed_tokens: int, now_s: float) -> None:
         """A work of a class that promises a slowdown was granted: keep what its first token would take had no patient work been
         there. What waits in our queue may wait for their sake, and does not count."""
         pending = self.sums.pending_urgent
         self._unhindered.append(self.step.ttft_s(pending, self.urgent_sequences, self.urgent_tokens))
-        self.urgent_load.granted(prompt_tokens, now_s)
+        self.urgent_load.granted(computed_tokens, now_s)
 
     def look_at_unhindered(self) -> float:
         """What 95 % of the noted works' first tokens would have taken at most; 0 for few."""
@@ -305,12 +308,12 @@ class Account:
         self.usual_s = ordered[int(0.95 * (len(ordered) - 1))] if len(ordered) >= LEAST_UNHINDERED else 0.0
         return self.usual_s
 
-    def _without_patient(self, prompt_tokens: int) -> tuple[float, float, float] | None:
+    def _without_patient(self, computed_tokens: int) -> tuple[float, float, float] | None:
         """`Entry.without_patient` of a work that is granted now; what urgent works hold is a tick old."""
         sums = self.sums
         if all(name in self._urgent or not count for name, count in sums.works.items()):
             return None
-        return sums.pending_urgent + prompt_tokens, self.urgent_sequences, self.urgent_tokens
+        return sums.pending_urgent + computed_tokens, self.urgent_sequences, self.urgent_tokens
 
     def _by_patient(self, entry: Entry, allowed_s: float) -> bool:
         """Whether fewer works without an objective could have made this first token early enough, as far as is known."""
@@ -375,7 +378,7 @@ class Account:
         since_s = self._gap_since_s
         if since_s is not None and now_s - since_s < GAP_WINDOW_S:
             return
-        pending = sum(one.work.prompt_tokens for one in self.entries.values() if not (one.prefilled or one.assumed))
+        pending = sum(one.work.computed_tokens for one in self.entries.values() if not (one.prefilled or one.assumed))
         made = [
             entry.shown_tokens - entry.window_tokens
             for entry in self.entries.values()
@@ -414,9 +417,10 @@ class Account:
         ]
 
     def pending(self, view: EngineView, beyond: Sequence[tuple[str, int]]) -> tuple[float, float]:
-        """Prompt tokens not prefilled yet: of urgent works, of all others."""
+        """Prompt tokens to be computed yet: of urgent works, of all others. Of prompts that are no entries nobody here knows
+        what is cached."""
         sums = self.sums
-        more = max(0, view.prefill_tokens - sums.pending_urgent - sums.pending_patient - sums.assumed)
+        more = max(0, view.prefill_tokens - sums.pending_prompts - sums.assumed)
         if any(name not in self._urgent for name, _ in beyond):
             return sums.pending_urgent, sums.pending_patient + more
         return sums.pending_urgent + more, sums.pending_patient

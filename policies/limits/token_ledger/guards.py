@@ -34,13 +34,15 @@ MEMORY_DRIFT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An urgent work that might arrive right now. tokens: of a long prompt (p95) of the class with the tightest objective;
-    None: no such class. objective_s: of that class for that prompt; None: none is set. alone_factor: see `alone_factor`.
+    """An urgent work that might arrive right now. tokens: to compute of a long prompt (p95) of the class with the tightest
+    objective; None: no such class. objective_s: of that class for so many; None: none is set. held_tokens: of a long prompt,
+    cached or not. alone_factor: see `alone_factor`.
     Where the class promises a slowdown, usual_s: what 95 % of its first tokens would have taken of late without patient works;
     slowdown: the promise; None: no such promise."""
 
     tokens: float | None = None
     objective_s: float | None = None
+    held_tokens: float = 0.0
     alone_factor: float = ALONE_FACTOR
     usual_s: float = 0.0
     slowdown: float | None = None
@@ -54,8 +56,8 @@ class Scene:
     rest_tokens                    of those held, what no entry of the account holds: foreign, or of other processes
     means, variances               the columns of `account`
     reserve_tokens                 kept free for urgent works to come, and for what stale telemetry may hide
-    pending_urgent, _patient       prompt tokens not prefilled yet
-    queued_tokens                  prompt tokens of urgent works in our queue, as of the last tick
+    pending_urgent, _patient       prompt tokens to be computed yet
+    queued_tokens                  prompt tokens to compute of urgent works in our queue, as of the last tick
     sequences, patient             in flight, and those of works without an objective
     urgent_sequences, _tokens      of the others, as of the last tick
     hypothesis                     the urgent work for whose sake patient ones wait
@@ -94,9 +96,11 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One work more. means: by HORIZONS, its own; variances: by columns, those of all works once it is here."""
+    """One work more. prompt_tokens: that memory will hold; computed_tokens: those of them that take time; means: by HORIZONS,
+    its own; variances: by columns, those of all works once it is here."""
 
     prompt_tokens: int
+    computed_tokens: int
     sequences: int
     objective_s: float | None
     means: Forecast
@@ -180,7 +184,7 @@ def first_token(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedge
     if hypothesis.tokens is None or hypothesis.objective_s is None:
         return None
     doubt = (1 + min(MOST_DOUBT, model.error)) * max(1.0, scene.ttft_factor)
-    pending = scene.pending_urgent + scene.pending_patient + scene.queued_tokens + asked.prompt_tokens
+    pending = scene.pending_urgent + scene.pending_patient + scene.queued_tokens + asked.computed_tokens
     value = doubt * model.ttft_s(pending + hypothesis.tokens, scene.sequences + asked.sequences, scene.held_tokens)
     alone = doubt * max(alone_s(hypothesis.tokens, model), hypothesis.usual_s)
     threshold = max(fields.caution * hypothesis.objective_s, hypothesis.alone_factor * alone)
@@ -215,7 +219,7 @@ def alone_factor(slowdown: float | None, fields: TokenLedgerSizing) -> float:
 def stall(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading:
     """Prefill time of patient prompts that are pending. One by itself may take longer: `first_token` judges it, and on a
     slow engine every prompt is long."""
-    value = (scene.pending_patient + asked.prompt_tokens) * model.prefill_s_per_token
+    value = (scene.pending_patient + asked.computed_tokens) * model.prefill_s_per_token
     threshold = stall_threshold_s(scene, fields)
     return _reading(Guard.STALL, value, threshold if scene.pending_patient else max(threshold, value))
 
@@ -263,13 +267,13 @@ def stall_threshold_s(scene: Scene, fields: TokenLedgerSizing) -> float:
 def _oversize(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> bool:
     """The work has leave to make one late: too long to be let in ever, nothing else pending, and it is time."""
     quiet = not (scene.pending_patient or scene.pending_urgent or scene.queued_tokens)
-    return scene.oversize_due and quiet and oversize(asked.prompt_tokens, scene.hypothesis.objective_s, model, fields)
+    return scene.oversize_due and quiet and oversize(asked.computed_tokens, scene.hypothesis.objective_s, model, fields)
 
 
-def oversize(prompt_tokens: int, objective_s: float | None, model: StepModel, fields: TokenLedgerSizing) -> bool:
+def oversize(computed_tokens: int, objective_s: float | None, model: StepModel, fields: TokenLedgerSizing) -> bool:
     """Whether a prompt alone takes most of what the first-token guard allows."""
     allowed_s = fields.caution * (math.inf if objective_s is None else objective_s)
-    return prompt_tokens * model.prefill_s_per_token > OVERSIZE_SHARE * allowed_s
+    return computed_tokens * model.prefill_s_per_token > OVERSIZE_SHARE * allowed_s
 
 
 def _reading(guard: Guard, value: float, threshold: float) -> GuardReading:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -83,7 +83,7 @@ class TokenLedger:
         self._lengths = Lengths()
         self._newcomers: dict[tuple[str, str, str, int | None, int], tuple[Forecast, Forecast]] = {}
         self._engines: dict[str, _Engine] = {}
-        self._prompts: dict[str, deque[int]] = {}
+        self._prompts: dict[str, deque[Work]] = {}
         self._kinds: dict[str, Key] = {}
         self._fresh: dict[str, tuple[Forecast, Forecast]] = {}
         self._rebuilt_s = self._ticked_s = -math.inf
@@ -109,7 +109,7 @@ class TokenLedger:
             ]
         first_s = None
         if work.class_name in self._objectives:
-            pending = scene.pending_urgent + scene.pending_patient + work.prompt_tokens
+            pending = scene.pending_urgent + scene.pending_patient + work.computed_tokens
             first_s = scene.ttft_factor * mine.account.step.ttft_s(pending, scene.sequences + 1, scene.held_tokens)
         return Verdict.of(readings, steps, first_s)
 
@@ -180,6 +180,7 @@ class TokenLedger:
         means, variances = self._newcomer(work)
         asked = Asked(
             prompt_tokens=work.prompt_tokens,
+            computed_tokens=work.computed_tokens,
             sequences=work.sequences if scene.sequences else 1,
             objective_s=self._policy.objective_s(work),
             means=means,
@@ -230,7 +231,7 @@ class TokenLedger:
             held = account.offset.used_tokens(held, capacity)
             above = max(0.0, account.urgent_peak_tokens - account.urgent_tokens)
             reserve = (
-                max(self._fields.reserve * above, mine.hypothesis.tokens or 0.0)
+                max(self._fields.reserve * above, mine.hypothesis.held_tokens)
                 + STALE_SHARE * capacity * mine.missed_polls
             )
         sequences, seats = engine.sequences_total, mine.seats(engine)
@@ -296,15 +297,15 @@ class TokenLedger:
         mine, work = self._of(event.engine), event.work
         mine.account.granted(work, event.attempt, now_s)
         if self._policy.class_policy(work.class_name).ttft_slowdown is not None:
-            mine.account.note_unhindered(work.prompt_tokens, now_s)
+            mine.account.note_unhindered(work.computed_tokens, now_s)
         self._kinds[work.class_name] = (work.class_name, work.model)
         prompts = self._prompts.get(work.class_name)
         if prompts is None:
             prompts = self._prompts[work.class_name] = deque(maxlen=PROMPTS_KEPT)
-        prompts.append(work.prompt_tokens)
+        prompts.append(work)
         late = self._policy.late(work, now_s)
         patient, step = late or work.class_name not in self._objectives, mine.account.step
-        if patient and guards.oversize(work.prompt_tokens, mine.hypothesis.objective_s, step, self._fields):
+        if patient and guards.oversize(work.computed_tokens, mine.hypothesis.objective_s, step, self._fields):
             mine.oversize_s = now_s
 
     def _finished(self, event: Finished) -> None:
@@ -406,7 +407,7 @@ class TokenLedger:
         found: list[tuple[float, float, str]] = []
         for name in sorted(self._objectives):
             prompts = self._prompts.get(name)
-            tokens = float(sorted(prompts)[int(0.95 * (len(prompts) - 1))]) if prompts else float(USUAL_PROMPT_TOKENS)
+            tokens = _long(work.computed_tokens for work in prompts) if prompts else float(USUAL_PROMPT_TOKENS)
             one = self._policy.class_policy(name)
             objective_s = one.ttft_objective_s(int(tokens), guards.alone_s(tokens, step))
             if objective_s is not None:
@@ -415,7 +416,11 @@ class TokenLedger:
             return Hypothesis()
         tokens, objective_s, name = min(found, key=lambda one: (one[1] / (1 + one[0]), one))
         slowdown = self._policy.class_policy(name).ttft_slowdown
-        return Hypothesis(tokens, objective_s, guards.alone_factor(slowdown, self._fields), usual_s, slowdown)
+        prompts = self._prompts.get(name)
+        held_tokens = _long(work.prompt_tokens for work in prompts) if prompts else tokens
+        return Hypothesis(
+            tokens, objective_s, held_tokens, guards.alone_factor(slowdown, self._fields), usual_s, slowdown
+        )
 
     def __repr__(self) -> str:
         windows = " ".join(f"{name}={one.growth.limit:.1f}" for name, one in sorted(self._engines.items()))
@@ -538,5 +543,12 @@ def told_seats(view: EngineView) -> int | None:
     return whole_seats(view.seats.value, view.seats.quality)
 
 
-def _mean(prompts: deque[int] | None) -> float:
-    return sum(prompts) / len(prompts) if prompts else float(USUAL_PROMPT_TOKENS)
+def _long(tokens: Iterable[int]) -> float:
+    """Of some prompts, p95."""
+    ordered = sorted(tokens)
+    return float(ordered[int(0.95 * (len(ordered) - 1))])
+
+
+def _mean(prompts: deque[Work] | None) -> float:
+    """Prompt tokens to compute."""
+    return sum(work.computed_tokens for work in prompts) / len(prompts) if prompts else float(USUAL_PROMPT_TOKENS)

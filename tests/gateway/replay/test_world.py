@@ -26,6 +26,7 @@ from gateway.replay.trace import Request, read_trace, segment
 from gateway.replay.world import WAITING, Backlog, Course, Plan, Played, World, replay
 from policies import sizing, vocabulary
 from policies.document import parse
+from policies.estimators.prefix_trust import PrefixTrust
 from policies.limits import LIMITS
 from policies.limits.fixed import FixedLimits
 from policies.schema import Policy, usual_alone_s
@@ -335,6 +336,32 @@ def test_conversations_return_to_the_engine_that_has_their_beginning(monkeypatch
     monkeypatch.setattr(Request, "prefix", "")
 
     assert remembered_s < 0.7 * typical_s()
+
+
+def test_predictions_that_know_what_engines_hold_keep_conversations_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = tuple(EngineSpec(name, H100, EngineOptions(prefix_caching=True)) for name in ("e0", "e1"))
+    text = "version: 1\nclasses: {interactive: {ttft_sla_s: 0.3}}\nsizing: {policy: token_ledger}\n"
+    plan = Plan(engines, parse(text, "test.yaml"), talks(50, 90))
+
+    def late() -> int:
+        return sum(row.ttft_s is None or row.ttft_s > 0.3 for row in replay(plan, QUIET).rows)
+
+    known = late()
+    monkeypatch.setattr(PrefixTrust, "told", property(lambda _: False, lambda _, told: None))
+
+    assert known < 0.5 * late()
+
+
+def test_of_an_engine_without_a_prefix_cache_predictions_count_on_nothing_after_a_while() -> None:
+    expected: list[int] = []
+
+    def note(decision: Decision) -> None:
+        expected.append(decision.cached_tokens)
+
+    replay(Plan(ENGINE, policy("token_ledger"), talks(20, 90), on_decision=note), QUIET)
+
+    assert max(expected[: len(expected) // 4]) > 500
+    assert max(expected[-20:]) < 100
 
 
 def test_bulk_that_may_wait_a_while_costs_half_the_energy() -> None:
