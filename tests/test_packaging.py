@@ -73,7 +73,7 @@ def test_everything_beside_the_code_is_inside(wheel: Path) -> None:
         r"gateway/demo/data/azure_conv_10min\.csv",
         r"backends/simulated/profiles/\w+\.json",
         r"gateway/bench/data/cells\.json",
-        r"gateway/bench/data/traces/[\w-]+\.csv",
+        r"gateway/bench/data/traces/[\w-]+\.(csv|jsonl\.gz)",
     ):
         assert any(re.fullmatch(pattern, name) for name in inside), pattern
 

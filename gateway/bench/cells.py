@@ -22,7 +22,7 @@ from typing import Any
 from backends.simulated.profiles import EngineOptions, Profile, load_profile
 from gateway.replay.alone import alone
 from gateway.replay.host import EngineSpec
-from gateway.replay.trace import Request, read_lengths, read_trace, segment
+from gateway.replay.trace import Request, ids_beside, read_lengths, read_trace, segment
 from gateway.replay.world import Backlog
 
 INTERACTIVE = "interactive"
@@ -68,9 +68,10 @@ class Cell:
 
     @property
     def files(self) -> list[Path]:
-        """The traces that it is made of."""
+        """The traces that it is made of, and the names of their beginnings where there are any."""
         names = [self.raw[INTERACTIVE].get("trace"), self.raw[BULK].get("lengths")]
-        return [self.data / name for name in names if name is not None]
+        traces = [self.data / name for name in names if name is not None]
+        return [*traces, *(beside for beside in map(ids_beside, traces) if beside.is_file())]
 
     @property
     def tpot_sla_s(self) -> float:

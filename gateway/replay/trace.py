@@ -11,7 +11,9 @@ or failed) is given the length of the median answer, since it would have had one
 out. Column `prefix_hashes` names the prompt's beginnings, for engines with a prefix cache.
 
 Files ending in .jsonl or .jsonl.gz are read as Mooncake writes traces: one object a line, `timestamp` in milliseconds,
-`input_length`, `output_length` and `hash_ids`, which name the beginnings of the prompt likewise.
+`input_length`, `output_length` and `hash_ids`, which name the beginnings of the prompt likewise. Where such a file lies
+beside a CSV file under its name with `_hashids.jsonl.gz`, its rows are the same requests: the CSV says what happens to them
+(`prefix` too, on an engine without a cache of its own), and `hash_ids` what a gateway sees of their bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ PREFIX_COLUMNS = ("prefix", "ideal_prefix_hit_tokens")
 RECORDED_ID_TOKENS = PREFIX_BYTES // 4
 """Of one prefix hash of recorded traffic: bodies have about four bytes a token."""
 MOONCAKE_ID_TOKENS = 512
-
+IDS_BESIDE = "_hashids.jsonl.gz"
+SAME_ARRIVAL_S = 0.001
 
 _ANSWERED = frozenset({Result.COMPLETED, Result.CANCELLED})
 _POSITIVE = 0x7FFF_FFFF_FFFF_FFFF
@@ -90,10 +93,15 @@ def read_trace(path: Path, *, class_name: str = "") -> list[Request]:
     elif path.is_dir() or _is_recorded(path):
         requests = _recorded(path, class_name)
     else:
-        requests = [_request(path, line, row, class_name) for line, row in _rows(path, NEEDED)]
+        requests = _with_ids(path, [_request(path, line, row, class_name) for line, row in _rows(path, NEEDED)])
     if not requests:
         raise TraceError(f"{path}: no requests in it; it must have a header line and one line a request")
     return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def ids_beside(path: Path) -> Path:
+    """Where the names of a CSV trace's beginnings lie, if anywhere."""
+    return path.with_name(path.stem + IDS_BESIDE)
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:
@@ -167,6 +175,27 @@ def _request(path: Path, line: int, row: Mapping[str, str], class_name: str) -> 
         cached_prompt_tokens=_whole(path, line, row, prefix) if prefix else 0,
         prefix_ids=_ids(path, line, row),
     )
+
+
+def _with_ids(path: Path, requests: list[Request]) -> list[Request]:
+    """The requests with the names of their beginnings, where these lie beside the trace. Raises TraceError where the two are
+    not of the same requests."""
+    beside = ids_beside(path)
+    if not beside.is_file():
+        return requests
+    named = [_of_mooncake(beside, line, text, "") for line, text in _json_lines(beside)]
+    if len(named) != len(requests):
+        raise TraceError(
+            f"{beside}: has {len(named)} requests, {path.name} has {len(requests)}; remove one, or make them agree"
+        )
+    for number, (request, one) in enumerate(zip(requests, named, strict=True), 1):
+        sizes = (request.prompt_tokens, request.output_tokens)
+        if abs(request.arrival_s - one.arrival_s) > SAME_ARRIVAL_S or sizes != (one.prompt_tokens, one.output_tokens):
+            raise TraceError(f"{beside}: request {number} is not that of {path.name}; remove one, or make them agree")
+    return [
+        replace(request, prefix_ids=one.prefix_ids, id_tokens=one.id_tokens)
+        for request, one in zip(requests, named, strict=True)
+    ]
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -98,7 +98,9 @@ def test_cells_are_as_the_definition_says() -> None:
     assert (spot.interrupted_at_s, spot.notice_s) == (400.0, 60.0)
     assert [cell.name for cell in CELLS.values() if not cell.quick] == ["llm-d", "llm-d-h100x4_llama31_70b_tp4"]
     assert len({one.tenant for one in tenants.workload(1).requests}) == 27
-    assert CELLS["long-prompt"].workload(1).requests[1].cached_prompt_tokens == 512
+    request = CELLS["long-prompt"].workload(1).requests[1]
+    assert request.cached_prompt_tokens == 512
+    assert request.prefix
 
 
 def test_a_seed_permutes_the_backlog_and_nothing_else() -> None:

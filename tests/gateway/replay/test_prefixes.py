@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,45 @@ def test_a_mooncake_trace_is_read_with_its_ids(name: str, tmp_path: Path) -> Non
 def test_a_faulty_line_is_told_with_its_number(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
+
+    with pytest.raises(TraceError) as told:
+        read_trace(path)
+
+    assert words in str(told.value)
+
+
+CSV_TEXT = "arrival_s,prompt_tokens,output_tokens,prefix\n" + "".join(
+    f"{3 * turn},{1600 + 1600 * turn},40,{800 * turn}\n" for turn in range(6)
+)
+
+
+def test_names_that_lie_beside_a_csv_trace_are_what_a_gateway_sees_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "talk.csv"
+    path.write_text(CSV_TEXT)
+    alone = read_trace(path)
+    mooncake(tmp_path / "talk_hashids.jsonl.gz", CONVERSATION)
+
+    requests = read_trace(path)
+
+    assert [replace(one, prefix_ids=(), id_tokens=alone[0].id_tokens) for one in requests] == alone
+    assert [one.cached_prompt_tokens for one in requests] == [0, 800, 1600, 2400, 3200, 4000]
+    assert [one.prefix for one in requests] == [one.prefix for one in read_trace(tmp_path / "talk_hashids.jsonl.gz")]
+    assert requests[1].prefix.startswith(requests[0].prefix)
+    assert not any(one.prefix for one in alone)
+
+
+@pytest.mark.parametrize(
+    ("beside", "words"),
+    [
+        (CONVERSATION[:5], "has 5 requests, talk.csv has 6"),
+        ([*CONVERSATION[:5], {**CONVERSATION[5], "input_length": 7}], "request 6 is not that of talk.csv"),
+        ([{**CONVERSATION[0], "timestamp": 100}, *CONVERSATION[1:]], "request 1 is not that of talk.csv"),
+    ],
+)
+def test_names_of_other_requests_are_refused(beside: list[dict[str, object]], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "talk.csv"
+    path.write_text(CSV_TEXT)
+    mooncake(tmp_path / "talk_hashids.jsonl.gz", beside)
 
     with pytest.raises(TraceError) as told:
         read_trace(path)
