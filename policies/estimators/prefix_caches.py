@@ -3,7 +3,8 @@
 A work's `prefix` names how its request begins, each of LEVEL_ENDS_BYTES by a digest of all up to there. What two works
 share is the longest level that both have, so a conversation finds the engine of its earlier turns, and requests with one
 long instruction find each other. The digests sent to an engine are forgotten in the order in which they were last used,
-DIGESTS_KEPT of them, and all at once when it starts anew. How much of what they promise is there, `prefix_trust` learns.
+DIGESTS_KEPT of them, all at once when it starts anew, and those of a work that came to nothing with it. How much of what they
+promise is there, `prefix_trust` learns.
 
 Two numbers come of it. What an engine *probably* has is good enough to choose it. What predictions may *count on* is 0 unless
 the engine tells what it finds; a work carries that as `cached_tokens` from its grant on, and in every question about an engine.
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from policies.estimators.prefix_trust import PrefixTrust
 from policies.vocabulary import EngineView, Outcome, Work
@@ -31,11 +33,13 @@ RESTARTED_S = 1.0
 """A start time that moves by more is another process's."""
 LOOKED_FOR_S = 1.0
 """A waiting work's tokens are looked for again after so long."""
-LOOKS = 32
+LOOKS = 16
 """Waiting works that are looked for at once: a round has a millisecond, and there may be hundreds of them."""
 WAITING_KEPT = 8192
 
 AttemptKey = tuple[str, int]
+Beginning = tuple[str, str]
+"""A model and a digest."""
 
 
 def level_tokens(level: int) -> int:
@@ -45,39 +49,50 @@ def level_tokens(level: int) -> int:
 
 @dataclass(slots=True)
 class _Engine:
-    """sent: by model and digest, the longest unused first; started_s: its start time as last told."""
+    """sent: the longest unused first; started_s: its start time as last told."""
 
-    sent: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+    sent: OrderedDict[Beginning, None] = field(default_factory=OrderedDict)
     trust: PrefixTrust = field(default_factory=PrefixTrust)
     started_s: float | None = None
 
-    def tokens(self, work: Work) -> int:
-        """Leading prompt tokens of the work that were sent here."""
-        found = 0
-        for level, digest in enumerate(work.prefix.split(".")[: len(LEVEL_ENDS_BYTES)]):
-            if (work.model, digest) not in self.sent:
+    def levels(self, work: Work) -> int:
+        """How many of its beginnings were sent here."""
+        count, sent = 0, self.sent
+        for one in _beginnings(work.model, work.prefix):
+            if one not in sent:
                 break
-            found = level_tokens(level)
-        return min(found, work.prompt_tokens)
+            count += 1
+        return count
 
     def send(self, work: Work) -> None:
-        for digest in work.prefix.split("."):
-            self.sent[work.model, digest] = None
-            self.sent.move_to_end((work.model, digest))
+        for one in _beginnings(work.model, work.prefix):
+            self.sent[one] = None
+            self.sent.move_to_end(one)
         while len(self.sent) > DIGESTS_KEPT:
             self.sent.popitem(last=False)
 
-    def counted_on(self, work: Work) -> int:
-        """Of these, what predictions may count on."""
-        return int(self.trust.part * self.tokens(work)) if self.trust.told else 0
+    def unsend(self, work: Work, levels: int) -> None:
+        """It came to nothing: of its beginnings no more are here than so many."""
+        for one in _beginnings(work.model, work.prefix)[levels:]:
+            self.sent.pop(one, None)
+
+    def probable(self, expected_tokens: int) -> int:
+        """Of these, what is here by what was found of others."""
+        return int(self.trust.part * expected_tokens)
+
+    def counted_on(self, expected_tokens: int) -> int:
+        """The same where predictions may count on it, else 0."""
+        return self.probable(expected_tokens) if self.trust.told else 0
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """One of which something was expected. expected_tokens: by the digests alone; due: its first token was not seen yet."""
+    """One whose beginnings are known. levels, expected_tokens: that were there, by the digests alone; due: its first token was
+    not seen yet."""
 
     engine: str
     work: Work
+    levels: int
     expected_tokens: int
     due: bool = True
 
@@ -100,9 +115,10 @@ class PrefixCaches:
         if not work.prefix:
             return work
         one = self._of(engine)
-        there = _with(work, one.counted_on(work))
-        if expected := one.tokens(work):
-            self._attempts[work.id, attempt] = _Attempt(engine, there, expected)
+        levels = one.levels(work)
+        expected = _tokens(work, levels)
+        there = _with(work, one.counted_on(expected))
+        self._attempts[work.id, attempt] = _Attempt(engine, there, levels, expected)
         one.send(work)
         return there
 
@@ -112,13 +128,15 @@ class PrefixCaches:
         if one is not None and one.due:
             one.due = False
             self._of(one.engine).trust.taken_in(one.expected_tokens)
-        return one is not None
+        return one is not None and one.expected_tokens > 0
 
     def ended(self, engine: str, work: Work, attempt: int, outcome: Outcome | None) -> Work:
         """An attempt is over; the work as it was granted."""
         if outcome is not None and outcome.output_tokens:
             self.first_token(work.id, attempt)  # that of an answer told whole was not seen
         one = self.forget(work.id, attempt)
+        if one is not None and one.due:
+            self._of(one.engine).unsend(work, one.levels)
         if outcome is not None and outcome.cached_tokens is not None:
             self._of(engine).trust.answered(0 if one is None else one.expected_tokens, outcome.cached_tokens)
         return work if one is None else one.work
@@ -149,7 +167,8 @@ class PrefixCaches:
         one = self._engines.get(engine)
         if one is None or not work.prefix:
             return 0, _with(work, 0)
-        return int(one.trust.part * one.tokens(work)), _with(work, one.counted_on(work))
+        expected = _tokens(work, one.levels(work))
+        return one.probable(expected), _with(work, one.counted_on(expected))
 
     def waiting(self, works: Iterable[Work], now_s: float) -> list[Work]:
         """Works that wait, as predictions are to take them where most of each is. Looks for LOOKS of them at most; the
@@ -163,12 +182,16 @@ class PrefixCaches:
                 until_s, there = kept.get(work.id, _NOT_LOOKED_FOR)
                 if looks and (until_s <= now_s or there.attempt != work.attempt):
                     looks -= 1
-                    there = _with(work, max((one.counted_on(work) for one in self._engines.values()), default=0))
+                    there = _with(work, self._most(work))
                     kept[work.id] = now_s + LOOKED_FOR_S, there
                 found.append(there if there.attempt == work.attempt else work)
             else:
                 found.append(work)
         return found
+
+    def _most(self, work: Work) -> int:
+        told = (one for one in self._engines.values() if one.trust.told)
+        return max((one.counted_on(_tokens(work, one.levels(work))) for one in told), default=0)
 
     def _of(self, engine: str) -> _Engine:
         found = self._engines.get(engine)
@@ -179,6 +202,17 @@ class PrefixCaches:
     def __repr__(self) -> str:
         parts = (f"{name}={len(one.sent)}*{one.trust.part:.2f}" for name, one in sorted(self._engines.items()))
         return f"<PrefixCaches {' '.join(parts)}>"
+
+
+@lru_cache(maxsize=1024)
+def _beginnings(model: str, prefix: str) -> tuple[Beginning, ...]:
+    """Kept for the engines that the same work is asked for one after the other."""
+    return tuple((model, digest) for digest in prefix.split(".")[: len(LEVEL_ENDS_BYTES)])
+
+
+def _tokens(work: Work, levels: int) -> int:
+    """Leading prompt tokens in so many of its beginnings."""
+    return min(level_tokens(levels - 1), work.prompt_tokens) if levels else 0
 
 
 def _with(work: Work, cached_tokens: int) -> Work:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from policies.estimators import prefix_caches
 from policies.estimators.prefix_caches import DIGESTS_KEPT, LOOKED_FOR_S, LOOKS, PrefixCaches, level_tokens
 from policies.estimators.prefix_trust import START
 from policies.vocabulary import EngineView, Outcome, Result, Work
@@ -111,7 +110,7 @@ def test_an_engine_whose_hits_stand_still_is_counted_on_no_more(streams: bool) -
 
     found, there = caches.probable("e0", begun("a.b.c.d.e"))
     assert found == there.cached_tokens < 0.01 * level_tokens(4)
-    assert not caches._attempts
+    assert list(caches._attempts) == [("sent0", 1)]
 
 
 def test_answers_that_tell_what_was_found_are_believed_attempt_by_attempt() -> None:
@@ -147,17 +146,35 @@ def test_who_waits_is_taken_to_go_where_most_of_it_is() -> None:
     assert there.cached_tokens == believed(level_tokens(2))
 
 
+def test_a_work_that_came_to_nothing_has_left_nothing_new() -> None:
+    caches = warm("a.b")
+    one = begun("a.b.c.d")
+    caches.granted("e0", one, 1)
+    caches.ended("e0", one, 1, None)
+
+    assert caches.probable("e0", one)[0] == believed(level_tokens(1))
+
+
+def test_a_work_that_was_given_up_after_its_first_token_has_left_its_prompt() -> None:
+    caches, one = warm(), begun("a.b.c.d")
+    caches.granted("e0", one, 1)
+    assert not caches.first_token(one.id, 1)
+    caches.ended("e0", one, 1, None)
+
+    assert caches.probable("e0", one)[0] == believed(level_tokens(3))
+
+
 @contextmanager
 def counted_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     looked: list[str] = []
-    counted_on = prefix_caches._Engine.counted_on
+    most = PrefixCaches._most
 
-    def look(self: prefix_caches._Engine, one: Work) -> int:
+    def look(self: PrefixCaches, one: Work) -> int:
         looked.append(one.id)
-        return counted_on(self, one)
+        return most(self, one)
 
     with monkeypatch.context() as patched:
-        patched.setattr(prefix_caches._Engine, "counted_on", look)
+        patched.setattr(PrefixCaches, "_most", look)
         yield looked
 
 
