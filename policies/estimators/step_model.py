@@ -4,7 +4,9 @@ Learned online, since a profile of another machine is wrong by half: recursive l
 gaps between tokens and the times to first tokens. Observations are weighed by their size (a relative error counts), old
 ones fade (FORGETTING), wild ones are left out (beyond REJECT_MAD median absolute deviations of the ratio's logarithm), and
 nothing may become negative. The start is a prior for an engine of unknown speed; a ridge holds every coefficient to it for ever, so that
-what was never excited stays there and works of one kind, in which two columns move together, share by the prior's ratio.
+what was never excited stays there and works of one kind, in which two columns move together, share by the prior's ratio. Since
+relative errors count, an observation of an engine ten times slower weighs a hundredth against that ridge, and it would hold the
+model for minutes: so a slower engine has a prior of its speed, all coefficients times one factor.
 
 The recursion is kept as its normal equations, in units of the prior, and solved anew for each observation: the usual one,
 on the inverse, loses its definiteness once a coefficient is held at 0.
@@ -27,6 +29,10 @@ PRIOR = (0.012, 3e-5, 8e-8, 6e-5)
 """Seconds: per step, per sequence, per context token, per prompt token. Between a small and a large GPU with an 8B model."""
 RIDGE = 0.05
 """How many observations' worth the prior is believed."""
+PRIOR_SPAN = 2.0
+"""Engines up to so many times slower have the prior itself; one that is slower yet has one that is this much faster than it is."""
+SPEED_RIDGE = 1e-5
+"""As RIDGE, in finding how many times slower an engine is."""
 UNKNOWN_ERROR = 0.7
 """Relative error of predictions from the prior alone."""
 FORGETTING = 0.995
@@ -208,10 +214,18 @@ class _Fit:
 
     def _solved(self) -> list[float]:
         """Coefficients over their priors: least squares with the ridge, those that would be negative held at 0."""
-        matrix = [[self._moments[i][j] + (RIDGE if i == j else 0.0) for j in range(4)] for i in range(4)]
-        factors = nonnegative(matrix, [one + RIDGE for one in self._products])
+        slower = self._slower()
+        matrix = [
+            [slower * slower * self._moments[i][j] + (RIDGE if i == j else 0.0) for j in range(4)] for i in range(4)
+        ]
+        factors = nonnegative(matrix, [slower * one + RIDGE for one in self._products])
         factors[0] = max(LEAST_BASE, factors[0])
-        return factors
+        return [slower * one for one in factors]
+
+    def _slower(self) -> float:
+        """By which factor the prior is too fast for this engine, PRIOR_SPAN apart: least squares with one column; >= 1."""
+        slower = (sum(self._products) + SPEED_RIDGE) / (sum(map(sum, self._moments)) + SPEED_RIDGE)
+        return max(1.0, slower / PRIOR_SPAN)
 
 
 def ttft_row(pending_tokens: float, sequences: float, context_tokens: float, budget_tokens: int) -> Row:

@@ -684,6 +684,7 @@ def warmed(seconds: int, *, slowed_for_good: bool = False, unknown: bool = False
     """Windows by quarter seconds of an endless backlog on a card that becomes hotter by a degree for each work, half of it
     in 15 seconds; it slows down at 90 degrees, 50 of them its own."""
     ledger = TokenLedger(POLICY)
+    ledger.on_event(FirstToken(work("first", "night"), "e0", 0.1), NOW_S)
     temperature_c, held, windows = 50.0, 0, []
     for tick in range(4 * seconds):
         now_s = NOW_S + tick / 4
@@ -773,6 +774,37 @@ def test_an_eviction_by_the_engine_cuts_the_window_and_a_second_one_halves_the_r
     assert after is not None
     assert after < before
     assert needs[1] > needs[0]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_window_of_a_new_engine_grows_only_once_it_has_shown_a_token(streams: bool) -> None:
+    ledger, windows = TokenLedger(POLICY), []
+    view = running(ledger, 4, tokens=10)
+    one = work("night0", "night")
+    done = Outcome(
+        one.id,
+        "night",
+        one.tenant,
+        one.model,
+        "e0",
+        Result.COMPLETED,
+        "",
+        200,
+        1,
+        prompt_tokens=10,
+        output_tokens=50,
+        total_s=9.0,
+    )
+
+    for tick in range(80):
+        if tick == 40:
+            shown = FirstToken(one, "e0", 9.0) if streams else Finished(one, "e0", done)
+            ledger.on_event(shown, NOW_S + tick / 4)
+        ledger.on_event(Sampled(view, {"night": 8}), NOW_S + tick / 4)
+        windows.append(ledger.window(view, "night").requests or 0)
+
+    assert set(windows[:40]) == {POLICY.sizing.token_ledger.start}
+    assert windows[-1] > POLICY.sizing.token_ledger.start
 
 
 def test_late_first_tokens_cut_the_window() -> None:

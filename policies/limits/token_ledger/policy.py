@@ -134,7 +134,9 @@ class TokenLedger:
         elif isinstance(event, Granted):
             self._granted(event, now_s)
         elif isinstance(event, FirstToken):
-            self._of(event.engine).account.first_token(event, now_s)
+            mine = self._of(event.engine)
+            mine.answered = True
+            mine.account.first_token(event, now_s)
         elif isinstance(event, Finished):
             self._finished(event)
         else:
@@ -309,13 +311,14 @@ class TokenLedger:
             mine.oversize_s = now_s
 
     def _finished(self, event: Finished) -> None:
-        entry = self._of(event.engine).account.ended(event.work.id, event.attempt)
-        outcome, work = event.outcome, event.work
+        mine, outcome, work = self._of(event.engine), event.outcome, event.work
+        entry = mine.account.ended(work.id, event.attempt)
         keys = levels(work.tenant, work.class_name, work.model)
         if outcome is None or not outcome.output_tokens:
             if entry is not None and entry.shown_tokens:
                 self._lengths.ended(keys, entry.shown_tokens // work.sequences, censored=True)
             return
+        mine.answered = True
         each = outcome.output_tokens // work.sequences
         cut_off = work.max_tokens is not None and each >= work.max_tokens
         self._lengths.ended(keys, max(1, each), censored=cut_off or outcome.result is not Result.COMPLETED)
@@ -369,6 +372,8 @@ class TokenLedger:
         if warmth is Heat.HOT:
             mine.hot_s = now_s
             growth.cut(HOT_FACTOR, held=held, now_s=now_s, dead_s=HOT_EVERY_S, least=float(self._fields.start))
+        if growth.new and not mine.answered:
+            return  # by the clock it would be large before a slow engine has shown how slow it is
         clear = not failed and warmth is Heat.COOL and not mine.missed_polls
         slowly = now_s - mine.hot_s < HOT_REMEMBERED_S
         growth.tick(held=held, backlog=bool(queued), clear=clear, now_s=now_s, slowly=slowly)
@@ -429,7 +434,8 @@ class TokenLedger:
 
 @dataclass(slots=True)
 class _Engine:
-    """What is kept of one engine besides its account. silent: it tells nothing of its memory, or no more."""
+    """What is kept of one engine besides its account. silent: it tells nothing of its memory, or no more; answered: a token
+    of it has been seen."""
 
     account: Account
     growth: Growth
@@ -439,6 +445,7 @@ class _Engine:
     bursts: Bursts | None = None
     capacity_tokens: float | None = None
     silent: bool = True
+    answered: bool = False
     missed_polls: float = 0.0
     queued_tokens: float = 0.0
     hypothesis: Hypothesis = field(default_factory=Hypothesis)

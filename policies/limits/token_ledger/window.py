@@ -1,8 +1,9 @@
 """How many sequences of works without an objective may be in flight: what the guards have shown to be safe, and no leap beyond it.
 
 The guards judge one more work by forecasts; the window keeps their errors small. It grows only while it is used, there is
-a backlog and every guard passes: by half a second until the first hold on a new engine, then by 5 % a tick; it holds for
-HOLD_S after a change down; and it is cut once per dead time, to a part of what is in flight, so that the cut is felt.
+a backlog and every guard passes: by half a second until the first hold on a new engine, once that has shown a token, then by
+5 % a tick; it holds for HOLD_S after a change down; and it is cut once per dead time, to a part of what is in flight, so that
+the cut is felt.
 Where what it adds is felt late (heat) it grows by SLOW_PER_S.
 """
 

@@ -97,6 +97,20 @@ def test_without_excitation_a_coefficient_stays_where_the_prior_put_it() -> None
     assert model.base_s == pytest.approx(TRUE[0], rel=0.02)
 
 
+@pytest.mark.parametrize("slower", [10, 100])
+def test_a_few_first_tokens_tell_the_speed_of_an_engine_that_the_prior_is_far_from(slower: float) -> None:
+    model, errors = StepModel(), []
+    for number in range(30):
+        pending = (300, 1000, 2000)[number % 3]
+        seen_s = true_s(ttft_row(pending, 0, 0, 2048), slower)
+        errors.append(abs(model.ttft_s(pending, 0, 0) - seen_s) / seen_s)
+        model.saw_first_token(seen_s, pending, 0, 0)
+
+    assert errors[0] > 0.7
+    assert max(errors[3:]) < 0.5
+    assert max(errors[-3:]) < 0.2
+
+
 @pytest.mark.parametrize("nonsense", [0.0, -1.0, math.nan, math.inf])
 def test_nonsense_is_not_learned(nonsense: float) -> None:
     model = StepModel()
