@@ -149,6 +149,7 @@ class Service:
     async def _serve_work(self, exchange: Exchange, reply: Outlet, course: Course, policy: Policy) -> None:
         """Carry one work to its outcome."""
         self._request_ids[exchange.request_id] += 1
+        _name_work(exchange, course.work)
         if self._tracer is not None:
             course.trace = self._tracer.begin(exchange.rule_headers.get("traceparent"))
         try:
@@ -178,6 +179,7 @@ class Service:
         except Refusal as refusal:
             course.reason = refusal.reason
             self._capacity.explain(refusal, course.work)
+            _name_work(exchange, course.work)
             reply.fail(refusal)
             self._settle(exchange, reply, course, policy)
             return
@@ -335,6 +337,7 @@ class Service:
         if one.on_infeasible == "degrade" and not course.degraded:
             course.degraded = True
             course.work = self._degraded(work, one.degrade)
+            _name_work(exchange, course.work)
             exchange.response_headers.append(("x-headrace-degraded", "1"))
             return
         course.result = Result.SHED
@@ -472,6 +475,7 @@ class Service:
             self._log.warning(
                 "request failed",
                 request_id=exchange.request_id,
+                work_id=work.id,
                 result=outcome.result,
                 reason=outcome.reason,
                 status=outcome.status,
@@ -492,6 +496,11 @@ def _asks_usage(exchange: Exchange, backend: Backend) -> bool:
         and exchange.path in _USAGE_PATHS
         and backend.capabilities.include_usage
     )
+
+
+def _name_work(exchange: Exchange, work: Work) -> None:
+    """Tell the client the name by which decisions, also other processes', call its request."""
+    _set_header(exchange, "x-headrace-work", work.id)
 
 
 def _set_header(exchange: Exchange, name: str, value: str) -> None:

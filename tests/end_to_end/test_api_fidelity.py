@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from tests.end_to_end.conftest import SHORT_TIMEOUTS, Stage, StartGateway, engines_yaml
 from tests.end_to_end.counts import counts
+from tests.end_to_end.engine_process import eventually
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.routes import (
     CHAT,
@@ -646,3 +647,25 @@ async def test_two_requests_with_one_id_reach_engines_under_two(stage: Stage) ->
 
     assert [one.headers["x-request-id"] for one in answers] == ["same", "same"]
     assert len({asked.one("x-request-id") for asked in stage.first.requests + stage.second.requests}) == 2
+
+
+async def test_the_decision_on_a_request_is_found_by_the_work_that_its_answer_names(stage: Stage) -> None:
+    answered = await post(stage.port, CHAT, "X-Request-Id: why-was-it-slow")
+
+    named = answered.one("x-headrace-work")
+    found = [one for one in (await stage.gateway.status())["decisions"] if one["work_id"] == named]
+    assert [(one["action"], one["engine"]) for one in found] == [("dispatch", answered.one("x-headrace-engine"))]
+
+
+async def test_a_request_that_failed_names_its_work_in_the_answer_and_in_the_log(stage: Stage) -> None:
+    play_on_both(stage, answer(507, {"error": {"message": "dead", "type": "x"}}))
+
+    answered = await post(stage.port, CHAT, "X-Request-Id: why-did-it-fail")
+
+    def told() -> list[str]:
+        return [line for line in stage.gateway.log.splitlines() if "why-did-it-fail" in line]
+
+    assert answered.status == 507
+    await eventually(told, within_s=POLLS_S)
+    (line,) = told()
+    assert orjson.loads(line)["work_id"] == answered.one("x-headrace-work")
