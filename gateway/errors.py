@@ -75,7 +75,7 @@ def error_object(refusal: Refusal) -> dict[str, object]:
         "message": refusal.message,
         "type": refusal.type,
         "param": refusal.param,
-        "code": refusal.code if refusal.code is not None else (refusal.reason or None),
+        "code": _code(refusal),
         **({} if refusal.predicted_ttft_s is None else {"predicted_ttft_s": round(refusal.predicted_ttft_s, 3)}),
     }
 
@@ -99,7 +99,7 @@ def render_event(refusal: Refusal, dialect: Dialect, *, sequence_number: int = 0
         event: dict[str, object] = {
             "type": "error",
             "sequence_number": sequence_number,
-            "code": str(refusal.code or refusal.reason or refusal.type),
+            "code": _code(refusal),
             "message": refusal.message,
             "param": refusal.param,
             "status": refusal.status,
@@ -114,6 +114,11 @@ def render_event(refusal: Refusal, dialect: Dialect, *, sequence_number: int = 0
         return b"data: " + orjson.dumps({**flat, **hint}) + b"\n\n"
     inner = {**error_object(refusal), "status": refusal.status, **hint}
     return b"data: " + orjson.dumps({"error": inner}) + b"\n\n"
+
+
+def _code(refusal: Refusal) -> str:
+    """A string in any case, as OpenAI has it: engines' own codes may be numbers, and what reads ours need not expect that."""
+    return str(refusal.code or refusal.reason or refusal.type)
 
 
 _TGI_TYPES = frozenset(

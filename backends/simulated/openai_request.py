@@ -113,7 +113,8 @@ def parse_completion(
         raise _invalid("model_type", "stream_options", "Input should be a valid dictionary", len(body))
     if stream_options and not stream:
         raise _bad("Stream options can only be defined when `stream=True`.", "stream_options")
-    n = _whole(body, "n", 1) or 1
+    asked_n = _whole(body, "n", None)
+    n = 1 if asked_n is None else asked_n
     _check_sampling(body, n)
     prompts = _chat_prompts(body, tokenizer) if chat else _plain_prompts(body, tokenizer)
     longest = max(len(prompt) for prompt in prompts)
@@ -263,7 +264,7 @@ def _chat_prompts(body: Body, tokenizer: Tokenizer) -> list[list[int]]:
     if not isinstance(messages, list):
         raise _invalid("list_type", "messages", "Input should be a valid list", len(body))
     if not messages:
-        raise _bad("list index out of range")
+        raise _bad("Cannot apply chat template to an empty conversation. Provide at least one message.")
     ids: list[int] = []
     for number, message in enumerate(messages):
         if not isinstance(message, dict):

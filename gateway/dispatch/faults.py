@@ -9,6 +9,7 @@ after a time-out (the prompt may be prefilled by now: FAI-03), never once a byte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from policies.vocabulary import Result
 
 RETRY_AFTER_DEFAULT_S = 2.0
 _OVERLOADED = frozenset({429, 503, 529})
+_NO_ROUTE = re.compile(r"(?:404:? *)?(?:(?:file|page|path|route) )?(?:not found)?\.?", re.IGNORECASE)
+"""All that servers say (vLLM, SGLang, llama.cpp, Go's) of a path that they do not have. Of a model they say its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,7 @@ def engine_answered(
     retry_after_s: float | None,
     headers: Sequence[tuple[str, str]],
     dialect: Dialect,
+    path: str,
 ) -> Fault:
     """An answer with a status of 300 and more; `error` is `body` understood.
 
@@ -160,6 +164,7 @@ def engine_answered(
 
     retry_after_s   the engine's own hint, None for none
     headers         the engine's other fields, kept with its error (rate limits, an id of its own)
+    path            that was asked for: a 404 that only says "not found" is about it
     """
     if status < 400 or status in {401, 403, 407}:
         what = "redirected us" if status < 400 else "refused the gateway's credentials"
@@ -170,6 +175,14 @@ def engine_answered(
             reason="engine_redirect" if status < 400 else "engine_auth",
         )
         return Fault(refusal, Result.ENGINE_FAILED, elsewhere=True)
+    if status == 404 and _NO_ROUTE.fullmatch(error.message.strip()):
+        refusal = Refusal(
+            status=404,
+            message=f"engine {engine} has no route {path[:100]}: use another route, or a model of an engine that has it",
+            reason="route_not_served",
+            headers=tuple(headers),
+        )
+        return Fault(refusal, Result.CLIENT_ERROR, elsewhere=False)
     overloaded = status in _OVERLOADED
     client_error = status < 500 and not overloaded
     if overloaded and not retry_after_s:

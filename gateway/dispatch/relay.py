@@ -412,6 +412,7 @@ class Relay:
                 retry_after_s=self._retry_after_s(),
                 headers=self._kept_headers(_ERROR_OWN),
                 dialect=self._exchange.dialect,
+                path=self._exchange.path,
             )
         )
 

@@ -74,9 +74,15 @@ class KeyRing:
             return ANYBODY
         if secret is None:
             raise _unauthorised("missing API key: send `Authorization: Bearer KEY`", "missing_api_key")
-        caller = self.find(secret) if secret else None
+        if not secret:
+            raise _unauthorised(
+                "no API key after the word Bearer in Authorization: send `Authorization: Bearer KEY`", "invalid_api_key"
+            )
+        caller = self.find(secret)
         if caller is None:
-            raise _unauthorised("incorrect API key provided: check the key and its tenant's entry", "invalid_api_key")
+            raise _unauthorised(
+                "incorrect API key provided: check it, or ask whoever runs this gateway for another", "invalid_api_key"
+            )
         return caller
 
 

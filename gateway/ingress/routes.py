@@ -3,7 +3,7 @@
 A path is normalised once, before anything looks at it: the mount prefix goes, doubled and trailing slashes go, escapes
 of unreserved characters are undone (`%63hat` is `chat`, `%2F` stays). Nothing is ever redirected: a redirected POST
 loses its body or its key. Every POST of work takes the same code path, so headers, keys and bounds are treated alike;
-a `/v1/` path that is not listed goes to an engine that speaks it.
+a POST to a `/v1/` path that is not listed goes to an engine that speaks it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Route:
     methods        allowed ones besides OPTIONS
     always_stream  the path itself asks for server-sent events
     model_optional a body without a model goes to the configured default (TGI names none)
+    listed         the path is known to exist; else only an engine can tell
     """
 
     answerer: Answerer
@@ -42,6 +43,7 @@ class Route:
     dialect: Dialect = Dialect.OPENAI
     always_stream: bool = False
     model_optional: bool = False
+    listed: bool = True
 
     @property
     def allow(self) -> str:
@@ -98,7 +100,19 @@ def find(path: str) -> Route:
             return prefixed
     if path in _WITHOUT_V1:
         raise _no_such_path(path, f"did you mean /v1{path}? The base URL ends with /v1")
-    raise _no_such_path(path, "see the documentation for the routes served")
+    raise _no_such_path(path, _SEE)
+
+
+def wrong_method(method: str, path: str, route: Route) -> Refusal:
+    """Why a path is not served by this method: 405 for one that exists, 404 for one that nobody is known to have."""
+    if not route.listed:
+        return _no_such_path(path, _SEE)
+    return Refusal(
+        405,
+        f"method {method} is not allowed here: use {route.allow}",
+        reason="method_not_allowed",
+        headers=(("allow", route.allow),),
+    )
 
 
 def last_segments(path: str, prefix: str) -> str:
@@ -121,6 +135,25 @@ _EXACT = {
     "/v1/responses": Route(Answerer.ENGINE, _POST, Dialect.RESPONSES),
     "/v1/messages": Route(Answerer.ENGINE, _POST, Dialect.MESSAGES),
     "/v1/messages/count_tokens": Route(Answerer.ENGINE, _POST, Dialect.MESSAGES),
+    **dict.fromkeys(
+        (
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/embeddings",
+            "/v1/moderations",
+            "/v1/rerank",
+            "/v1/score",
+            "/v1/pooling",
+            "/v1/classify",
+            "/v1/audio/speech",
+            "/v1/audio/transcriptions",
+            "/v1/audio/translations",
+            "/v1/images/generations",
+            "/v1/images/edits",
+            "/v1/images/variations",
+        ),
+        _OPENAI,
+    ),
     "/rerank": _OPENAI,
     "/v2/rerank": _OPENAI,
     "/score": _OPENAI,
@@ -132,9 +165,10 @@ _EXACT = {
 _PREFIXES = (
     ("/v1/models/", Route(Answerer.MODEL, _GET)),
     ("/v1/responses/", Route(Answerer.STORED, ("GET", "POST", "DELETE"), Dialect.RESPONSES)),
-    ("/v1/", _OPENAI),
+    ("/v1/", Route(Answerer.ENGINE, _POST, listed=False)),
 )
 _STATEFUL = ("/v1/files/", "/v1/batches/", "/v1/uploads/", "/v1/fine_tuning/", "/v1/metrics/", "/v1/admin/")
+_SEE = "see the documentation for the routes served"
 _WITHOUT_V1 = frozenset({"/chat/completions", "/completions", "/embeddings", "/models", "/responses", "/messages"})
 _EVERYWHERE = frozenset({"/health", "/ping"})
 _SLASHES = re.compile(r"/{2,}")

@@ -32,7 +32,7 @@ from gateway.ingress.cors import Cors
 from gateway.ingress.downstream import TransportDownstream
 from gateway.ingress.facts import read_json
 from gateway.ingress.multipart import read_multipart
-from gateway.ingress.routes import Answerer, Route, Target, find, last_segments, parse_target
+from gateway.ingress.routes import Answerer, Route, Target, find, last_segments, parse_target, wrong_method
 from gateway.ingress.wire import JSON, DateLine, refusal_headers
 from gateway.logs import Log
 from gateway.settings import Settings
@@ -227,7 +227,7 @@ class Ingress:
             self._preflight(visit, route)
             return
         if request.method not in route.methods:
-            raise _wrong_method(request.method, route)
+            raise wrong_method(request.method, target.path, route)
         if route.answerer is Answerer.HEALTH:
             visit.answer({"status": "ok"})
             return
@@ -377,12 +377,3 @@ def _continue(request: web.BaseRequest) -> None:
         raise Refusal(417, "Expect is not understood: only 100-continue is", reason="expectation_failed")
     if request.version >= (1, 1) and not request.content.is_eof() and request.transport is not None:
         request.transport.write(_CONTINUE)
-
-
-def _wrong_method(method: str, route: Route) -> Refusal:
-    return Refusal(
-        405,
-        f"method {method} is not allowed here: use {route.allow}",
-        reason="method_not_allowed",
-        headers=(("allow", route.allow),),
-    )

@@ -143,6 +143,41 @@ async def test_a_hint_is_whole_seconds_that_sdks_honour(stage: Stage, given: lis
     assert answered.one("retry-after-ms") == ("2500" if len(given) > 1 and "Ms" in given[1] else "")
 
 
+@pytest.mark.parametrize("route", [RESPONSES, MESSAGES, EMBEDDINGS], ids=lambda route: route.path)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"detail": "Not Found"},
+        {"error": {"message": "Not Found", "type": "NotFoundError", "param": None, "code": 404}},
+        {"error": {"message": "File Not Found", "type": "not_found_error", "code": 404}},
+    ],
+    ids=["fastapi", "vllm", "llamacpp"],
+)
+async def test_an_engine_without_the_route_is_named_with_it_in_the_callers_dialect(
+    stage: Stage, route: WorkRoute, said: dict[str, object]
+) -> None:
+    play_on_both(stage, answer(404, said))
+
+    answered = await post(stage.port, route)
+
+    engine = answered.one("x-headrace-engine")
+    assert answered.status == 404
+    assert f"engine {engine} has no route {route.path}: " in str(answered.error()["message"])
+    assert answered.error().get("code", "route_not_served") == "route_not_served"
+    assert (answered.json().get("type") == "error") is (route is MESSAGES)
+
+
+async def test_a_404_that_says_more_than_that_passes_as_the_engine_wrote_it(stage: Stage) -> None:
+    said = {
+        "error": {"message": "The model `x` does not exist.", "type": "NotFoundError", "param": "model", "code": 404}
+    }
+    play_on_both(stage, answer(404, said))
+
+    answered = await post(stage.port, CHAT)
+
+    assert (answered.status, answered.json()) == (404, said)
+
+
 SHAPES: dict[str, tuple[object, str, dict[str, object]]] = {
     "openai": (
         {"error": {"message": "too long", "type": "invalid_request_error", "param": "messages", "code": "length"}},
@@ -157,7 +192,7 @@ SHAPES: dict[str, tuple[object, str, dict[str, object]]] = {
     "vllm until 0.10": (
         {"object": "error", "message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400},
         "application/json",
-        {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400},
+        {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": "400"},
     ),
     "tgi": (
         {"error": "too long", "error_type": "validation"},

@@ -136,7 +136,11 @@ async def test_a_mounted_gateway_serves_below_its_mount_and_health_everywhere(st
 
 @pytest.mark.parametrize(
     ("method", "path", "allow"),
-    [("GET", CHAT, "POST, OPTIONS"), ("POST", "/v1/models", "GET, HEAD, OPTIONS"), ("PATCH", "/v1/x", "POST, OPTIONS")],
+    [
+        ("GET", CHAT, "POST, OPTIONS"),
+        ("POST", "/v1/models", "GET, HEAD, OPTIONS"),
+        ("PATCH", "/v1/audio/speech", "POST, OPTIONS"),
+    ],
 )
 async def test_a_wrong_method_is_405_and_names_the_right_ones(start: Start, method: str, path: str, allow: str) -> None:
     stand = await start()
@@ -144,6 +148,18 @@ async def test_a_wrong_method_is_405_and_names_the_right_ones(start: Start, meth
     answer = await ask(stand.port, method, path)
 
     assert (answer.status, answer.one("allow"), answer.error()["code"]) == (405, allow, "method_not_allowed")
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE", "PATCH"])
+async def test_a_path_below_v1_that_nobody_is_known_to_have_is_a_404_for_what_no_engine_is_asked(
+    start: Start, method: str
+) -> None:
+    stand = await start()
+
+    answer = await ask(stand.port, method, "/v1/nothing")
+
+    assert (answer.status, answer.error()["code"]) == (404, "unknown_path")
+    assert "/v1/nothing" in str(answer.error()["message"])
 
 
 async def test_head_is_answered_like_get_without_a_body(start: Start) -> None:
@@ -298,6 +314,15 @@ async def test_any_other_credential_is_a_401(start: Start, credential: bytes) ->
     assert (answer.status, answer.error()["type"]) == (401, "authentication_error")
     assert answer.one("www-authenticate").startswith("Bearer")
     assert b"sk-" not in answer.body
+
+
+async def test_a_key_without_the_word_bearer_is_told_how_to_send_it(start: Start) -> None:
+    stand = await start(ring=RING)
+
+    answer = await ask(stand.port, "POST", CHAT, chat(), "Authorization: sk-good")
+
+    assert answer.status == 401
+    assert "send `Authorization: Bearer KEY`" in str(answer.error()["message"])
 
 
 async def test_keys_are_in_no_log_and_in_nothing_sent_on(start: Start) -> None:
