@@ -49,3 +49,13 @@ async def finished_before(event: asyncio.Event, work: Coroutine[Any, Any, object
         doing.cancel()
         waiting.cancel()
     return finished
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM as KeyboardInterrupt, as Ctrl-C is anyway: for commands without a loop, in the main thread."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -97,24 +101,63 @@ def run_all(
             left.append(task)
     left += [twin for _, twin in twins if twin not in left and twin not in found]
     if left:
-        with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-            pending = {pool.submit(perform, task): task for task in left}
-            try:
-                for future in as_completed(pending):
-                    task, error = pending[future], future.exception()
-                    if error is None:
-                        found[task] = future.result()
-                    else:
-                        failed[task] = f"{type(error).__name__}: {error}".partition("\n")[0]
-                    on_done(task)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        with _pool(workers or os.cpu_count() or 1) as pool:
+            with _ctrl_c_later():
+                pending = {pool.submit(perform, task): task for task in left}
+            for future in as_completed(pending):
+                task, error = pending[future], future.exception()
+                if error is None:
+                    found[task] = future.result()
+                else:
+                    failed[task] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                on_done(task)
     for task, twin in twins:
         if twin in found:
             found[task] = copy(task, twin)
         on_done(task)
     return {task: found[task] for task in tasks if task in found}, failed
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool whose workers end with us: at once when we are interrupted, and when we are killed.
+
+    Each of them reads a pipe of which only we hold the other end. The pool by itself would finish the runs under way.
+    """
+    theirs, ours = Pipe(duplex=False)
+    with (
+        theirs,
+        ours,
+        ProcessPoolExecutor(
+            workers, mp_context=get_context("spawn"), initializer=_end_with_parent, initargs=(theirs,)
+        ) as pool,
+    ):
+        try:
+            yield pool
+        except BaseException:
+            ours.close()
+            raise
+
+
+def _end_with_parent(parent: Connection) -> None:
+    """In a worker: from now on it ends, whatever it does, when the other end of the pipe is closed."""
+
+    def watch() -> None:
+        with suppress(EOFError, OSError):
+            parent.recv_bytes()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Hold Ctrl-C back while workers are started: they inherit that, and leave a terminal's Ctrl-C to us for good."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def missing(cells: Iterable[Cell], document: Mapping[str, Any], *, perturbs: Collection[str] = ()) -> list[str]:

@@ -1,7 +1,7 @@
 """`headrace bench scheduling`: cells by policies by seeds, over all cores, against the bounds.
 
-It can be stopped and started again: what has been run by the same code is not run again. Tables and progress go to the
-terminal, `--json` prints the whole document, `--report DIR` writes the page and its pictures. A run that fails is told, and
+It can be stopped (Ctrl-C, SIGTERM) and started again: what has been run by the same code is not run again. Progress goes to
+standard error, as a bar on a terminal and else as a line a run. `--json` prints the whole document, `--report DIR` writes the page and its pictures. A run that fails is told, and
 what then is missing makes the command fail.
 """
 
@@ -27,6 +27,7 @@ from gateway.bench.report import bars_table, bounds_of, perturbed_of, table_of, 
 from gateway.bench.runs import Task
 from gateway.bench.scheduling import chosen, missing, run_all, searched, summarise, tasks_of, timed
 from gateway.settings_file import SettingsError
+from gateway.stop_signals import interrupted_by_sigterm
 
 OUT = Path("bench-scheduling")
 ALL = "all"
@@ -56,7 +57,12 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"bench: --data {data}: {error.strerror}; it must hold cells.json and traces/") from None
     except KeyError as error:
         raise SettingsError(f"bench: --cell {error.args[0]}: no such cell; cells.json names them") from None
-    document, failed = _measured(args, cells, data)
+    try:
+        with interrupted_by_sigterm():
+            document, failed = _measured(args, cells, data)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"bench: stopped; the same command goes on from the runs that lie in {args.out}\n")
+        raise
     made_by = " ".join(["headrace bench scheduling", *_flags(args)])
     if args.report is not None:
         write = write_perturbed if args.perturb else write_report
@@ -116,14 +122,17 @@ def _flags(args: argparse.Namespace) -> list[str]:
 
 @dataclass(slots=True)
 class _Meter:
-    """Counts runs on the progress bar, if there is one."""
+    """Counts runs on the progress bar, or in lines where there is none."""
 
     progress: Progress | None
     total: int
     _task: TaskID | None = field(default=None, init=False)
+    _done: int = field(default=0, init=False)
 
     def __call__(self, task: Task) -> None:
+        self._done += 1
         if self.progress is None:
+            sys.stderr.write(f"bench: {self._done} of {self.total}: {task.stem}\n")
             return
         if self._task is None:
             self._task = self.progress.add_task("", total=self.total)

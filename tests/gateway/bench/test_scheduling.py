@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -708,3 +713,34 @@ def test_a_mistake_is_one_line(flags: list[str], told: str, capsys: pytest.Captu
 
     assert code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_bench_that_is_stopped_takes_its_workers_along_and_can_go_on(how: signal.Signals, tmp_path: Path) -> None:
+    """SIGINT goes to all of them, as from a terminal."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    (data / "traces").symlink_to(DATA / "traces")
+    (data / "cells.json").write_text(json.dumps({"cells": [{**small().raw, "cell": "small"}]}))
+    command = ["bench", "scheduling", "--workers", "2", "--data", str(data), "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "gateway.cli", *command], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as bench:
+        assert bench.stderr is not None
+        first = bench.stderr.readline()
+
+        begun_s = time.monotonic()
+        (os.killpg if how is signal.SIGINT else os.kill)(bench.pid, how)
+        told = bench.stderr.read()  # to its end: the workers have it open too
+        took_s = time.monotonic() - begun_s
+
+    assert first.startswith("bench: 1 of ")
+    assert list(out.glob("*.json"))
+    assert took_s < 5
+    if how is signal.SIGKILL:
+        assert bench.returncode == -how
+    else:
+        assert bench.returncode == 130
+        assert told.splitlines()[-1].startswith("bench: stopped; the same command goes on")
+        assert "Traceback" not in told
