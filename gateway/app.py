@@ -64,7 +64,7 @@ from gateway.observe.tracing import Tracer
 from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
 from gateway.queue.redis_queue import OnCall, RedisQueue, connect
-from gateway.queue.store_url import StoreUrlError, shown
+from gateway.queue.store_url import shown
 from gateway.recorder import Recorder, installation_key
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
@@ -326,12 +326,9 @@ class Gateway:
         if url is None:
             self._valkey = await stack.enter_async_context(EmbeddedValkey(self.settings.state_dir, log=self._log))
             url = self._valkey.url
-        try:
-            queue = open_queue(
-                url, pool=self.settings.pool, log=self._log, rng=self._rng, on_call=self.telemetry.redis_call
-            )
-        except StoreUrlError as error:
-            raise StartError(f"redis_url {error}") from None
+        queue = open_queue(
+            url, pool=self.settings.pool, log=self._log, rng=self._rng, on_call=self.telemetry.redis_call
+        )
         stack.push_async_callback(queue.close)
         # On connections of its own: however many requests have keys, the session is renewed.
         client = connect(url, pool=self.settings.pool)

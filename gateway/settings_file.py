@@ -5,8 +5,9 @@ or a process list: `HEADRACE_REDIS_URL`, `HEADRACE_KEYS_FILE` and `HEADRACE_ENGI
 key of their own). Paths in the file are relative to the file.
 
 The file is checked whole and strictly: every problem at once, each with line, key, value and what was expected. What
-no field alone can tell is checked after that by `check`: engines there and named once, and no listener that others can
-reach without keys. Secrets are shown by nothing here; `describe` is what is printed at start.
+no field alone can tell is checked after that by `check`, again all of it at once: engines there and named once, no
+listener that others can reach without keys, a store's options, files that are there. Secrets are shown by nothing here; `describe` is
+what is printed at start.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from backends.simulated.profiles import load_profile
 from gateway.addresses import (
     ENGINE_KINDS,
     AddressError,
+    Listen,
     check_name,
     engine_at,
     normalise_url,
@@ -33,7 +35,7 @@ from gateway.addresses import (
     parse_listen,
 )
 from gateway.logs import FORMATS, LEVELS
-from gateway.queue.store_url import StoreUrlError, parse_store_url, shown
+from gateway.queue.store_url import StoreUrlError, shown
 from gateway.settings import (
     EngineSettings,
     GpuSettings,
@@ -52,7 +54,7 @@ FILE_BYTES_MIN = 64 * 1024
 
 
 class SettingsError(ValueError):
-    """The settings cannot be used; the message is one line for the operator."""
+    """The settings cannot be used; the message has a line for the operator for each mistake."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -150,52 +152,75 @@ def read_file(path: Path, environ: Mapping[str, str]) -> Settings:
 
 
 def check(settings: Settings) -> Settings:
-    """The settings in their one form, if they can be served. Raises SettingsError or AddressError."""
+    """The settings in their one form, if they can be served. Raises SettingsError with every mistake, or AddressError."""
     listen, admin_listen = parse_listen(settings.listen), parse_listen(settings.admin_listen)
-    if not settings.engines:
-        raise SettingsError("engines: none given; add --engine http://HOST:PORT, or an engines list to --config FILE")
-    names = [engine.name for engine in settings.engines]
-    for name in names:
-        if names.count(name) > 1:
-            raise SettingsError(f"engine name {name!r}: given {names.count(name)} times; give each --engine its NAME=")
-    for engine in settings.engines:
-        if engine.profile is not None:
-            try:
-                load_profile(engine.profile)
-            except ValueError as error:
-                raise SettingsError(f"engine {engine.name}: {error}") from None
-    for setting, address, keyed in (
-        ("listen", listen, settings.keys_file is not None),
-        ("admin_listen", admin_listen, False),
-    ):
-        if not (address.loopback or keyed or settings.allow_no_keys):
-            raise SettingsError(
-                f"{setting} {address}: others can reach it and it asks for no key; "
-                + ("give --keys FILE, or " if setting == "listen" else "keep it on 127.0.0.1, or ")
-                + "say --allow-no-keys where the network is yours alone"
-            )
-    if settings.redis_url is not None:
-        try:
-            parse_store_url(settings.redis_url)
-        except StoreUrlError as error:
-            raise SettingsError(f"redis_url {error}") from None
-    for engine in settings.engines:
-        if engine.api_key is not None and not _API_KEY.fullmatch(engine.api_key):
-            raise SettingsError(f"api_key of engine {engine.name}: must be one line of visible ASCII; correct it")
-    mount_path = "/" + settings.mount_path.strip("/") if settings.mount_path.strip("/") else ""
-    if not _MOUNT_PATH.fullmatch(mount_path):
-        raise SettingsError(
-            f"mount_path {settings.mount_path[:80]!r}: expected segments of letters, digits, - _ ~ and . (no . or ..)"
-            " between slashes; e.g. /llm"
-        )
     metrics_listen = None if settings.metrics_listen is None else str(parse_listen(settings.metrics_listen))
-    return dataclasses.replace(
+    mount_path = "/" + settings.mount_path.strip("/") if settings.mount_path.strip("/") else ""
+    checked = dataclasses.replace(
         settings,
         listen=str(listen),
         admin_listen=str(admin_listen),
         metrics_listen=metrics_listen,
         mount_path=mount_path,
     )
+    mistakes = [*_of_engines(settings.engines), *_of_listeners(settings, listen, admin_listen), *_of_the_rest(checked)]
+    if mistakes:
+        raise SettingsError("\n".join(mistakes))
+    return checked
+
+
+def _of_engines(engines: Sequence[EngineSettings]) -> Iterator[str]:
+    if not engines:
+        yield "engines: none given; add --engine http://HOST:PORT, or an engines list to --config FILE"
+    names = [engine.name for engine in engines]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"engine name {name!r}: given {names.count(name)} times; give each --engine its NAME="
+    for engine in engines:
+        if engine.profile is not None:
+            try:
+                load_profile(engine.profile)
+            except ValueError as error:
+                yield f"engine {engine.name}: {error}"
+        if engine.api_key is not None and not _API_KEY.fullmatch(engine.api_key):
+            yield f"api_key of engine {engine.name}: must be one line of visible ASCII; correct it"
+
+
+def _of_listeners(settings: Settings, listen: Listen, admin_listen: Listen) -> Iterator[str]:
+    for setting, address, keyed in (
+        ("listen", listen, settings.keys_file is not None),
+        ("admin_listen", admin_listen, False),
+    ):
+        if not (address.loopback or keyed or settings.allow_no_keys):
+            yield (
+                f"{setting} {address}: others can reach it and it asks for no key; "
+                + ("give --keys FILE, or " if setting == "listen" else "keep it on 127.0.0.1, or ")
+                + "say --allow-no-keys where the network is yours alone"
+            )
+
+
+def _of_the_rest(settings: Settings) -> Iterator[str]:
+    """What the files hold is read, and told, by those who watch them."""
+    if settings.redis_url is not None:
+        from gateway.queue.redis_queue import connect  # a fifth of a second that other commands need not wait for
+
+        try:
+            connect(settings.redis_url, pool=settings.pool)
+        except StoreUrlError as error:
+            yield f"redis_url {error}"
+    for setting, path in (("policy_file", settings.policy_file), ("keys_file", settings.keys_file)):
+        if path is not None:
+            try:
+                path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                yield f"{setting} {path}: there is no such file; correct the path, or write the file"
+            except OSError:
+                continue  # who reads it says why it cannot
+    if not _MOUNT_PATH.fullmatch(settings.mount_path):
+        yield (
+            f"mount_path {settings.mount_path[:80]!r}: expected segments of letters, digits, - _ ~ and . (no . or ..)"
+            " between slashes; e.g. /llm"
+        )
 
 
 _API_KEY = re.compile(r"[\x21-\x7e]+")

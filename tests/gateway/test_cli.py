@@ -161,8 +161,17 @@ def test_a_bad_settings_file_is_told_line_by_line(tmp_path: Path) -> None:
     ("flag", "value", "workers", "told"),
     [
         ("--state-dir", "taken", "1", "taken: cannot be used (File exists); make room, or give another\n"),
-        ("--keys", "nowhere.yaml", "2", "nowhere.yaml:1: cannot be read: No such file or directory\n"),
+        ("--keys", "nowhere.yaml", "2", "nowhere.yaml: there is no such file; correct the path, or write the file\n"),
         ("--keys", "binary.yaml", "1", "binary.yaml:1: byte 1 is not UTF-8; save the file as UTF-8\n"),
+        *(
+            (
+                "--redis-url",
+                "redis://u:hunter2@127.0.0.1:1/0?foo=bar",
+                workers,
+                "redis-py does not take all its options after the ?; correct them, or leave them out\n",
+            )
+            for workers in ("1", "2")
+        ),
         (
             "--redis-url",
             "redis://u:hunter2@127.0.0.1:1",

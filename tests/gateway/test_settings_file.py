@@ -156,15 +156,17 @@ cors_origins: ['https://chat.example']
 
 
 def test_flags_win_over_environment_and_environment_over_file(file: Path) -> None:
+    keys = file.parent / "keys.yaml"
+    keys.touch()
     file.write_text(
         "redis_url: redis://file\nlisten: 127.0.0.1:1\nlog_level: debug\nengines: [{url: 'http://file:1'}]\n"
     )
-    environ = {"HEADRACE_REDIS_URL": "redis://env", "HEADRACE_KEYS_FILE": "keys.yaml", "HEADRACE_ENGINE_API_KEY": "k"}
+    environ = {"HEADRACE_REDIS_URL": "redis://env", "HEADRACE_KEYS_FILE": str(keys), "HEADRACE_ENGINE_API_KEY": "k"}
 
     settings = parsed("--config", str(file), "--engine", "http://flag:2", "--listen", "127.0.0.1:3", environ=environ)
 
     assert settings.redis_url == "redis://env"
-    assert settings.keys_file == Path("keys.yaml")
+    assert settings.keys_file == keys
     assert settings.listen == "127.0.0.1:3"
     assert settings.log_level == "debug"
     assert settings.engines == (EngineSettings("flag:2", "http://flag:2", api_key="k"),)
@@ -222,10 +224,31 @@ def test_settings_that_cannot_be_served_are_refused(changes: dict[str, object], 
         check(dataclasses.replace(ONE_ENGINE, **changes))  # type: ignore[arg-type]
 
 
+def test_all_that_cannot_be_served_is_told_at_once(tmp_path: Path) -> None:
+    wrong = dataclasses.replace(
+        ONE_ENGINE,
+        redis_url="redis://u:hunter2@h/0?foo=bar",
+        policy_file=tmp_path / "policy.yaml",
+        keys_file=tmp_path / "keys.yaml",
+        mount_path="/..",
+    )
+
+    with pytest.raises(SettingsError) as caught:
+        check(wrong)
+
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == [
+        "redis_url",
+        "policy_file",
+        "keys_file",
+        "mount_path",
+    ]
+    assert "hunter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"listen": "0.0.0.0:8080", "keys_file": Path("k")},
+        {"listen": "0.0.0.0:8080", "keys_file": Path(__file__)},
         {"listen": "0.0.0.0:8080", "allow_no_keys": True},
         {"admin_listen": "0.0.0.0:8081", "allow_no_keys": True},
     ],
