@@ -1,19 +1,5 @@
-# Everything a developer does, each target from nothing: the virtual environment is made on first use.
-#
-#   make demo ARGS='--for 20'     the gateway before two simulated engines, with real traffic
-#   make test ARGS='-k queue'     the tests (xdist on two workers)
-#   make test-many                those that start many processes, and real client libraries
-#   make test-load-tools          guidellm and aiperf against the gateway
-#   make test-observability       dashboards, rules and alerts on a real Prometheus and Alertmanager
-#   make test-deploy              Dockerfile, Compose, Helm chart and units, read as their tools read them
-#   make generate                 docs/metrics.md and the dashboards, from the code
-#   make cross-check              a minute over real HTTP against the same minute in virtual time
-#   make test-engines             those against a real vLLM on the CPU (2.5 GB below .venv) and a real llama.cpp
-#   make test-ray                 a real Ray Serve app of two replicas (610 MB below .venv)
-#   make lint                     ruff, ruff format, mypy --strict
-#   make simulate SEEDS=100       seeded fault runs on the virtual loop: one gateway, many, storms; SEED=123 KIND=many
-#                                 repeats one, PLAN=1 shows its faults
-#   make bench                    measurements of the hot paths
+# Everything a developer does, each target from nothing: the virtual environment is made on first use. `make help` lists
+# the targets, by what stands after ## beside them.
 
 PYTHON ?= python3
 ARGS ?=
@@ -30,57 +16,60 @@ WEIGHTS := $(if $(findstring --real,$(ARGS)),.venv/.weights)
 # The tests start many processes; where bytecode may not be kept, each of them compiles all of us anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-many test-load-tools cross-check test-observability test-deploy test-engines test-ray generate lint simulate bench clean
+.PHONY: help demo test test-many test-load-tools cross-check test-observability test-deploy test-engines test-ray generate lint simulate bench clean
 .DELETE_ON_ERROR:
 
-demo: .venv/.run $(WEIGHTS)
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/.run $(WEIGHTS) ## the gateway before two simulated engines, with real traffic (ARGS='--for 20')
 	@$(BIN)/headrace demo $(ARGS)
 
-test: .venv/.dev .venv/.weights
+test: .venv/.dev .venv/.weights ## the tests, with xdist on two workers (ARGS='-k queue')
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not many and not observability and not deploy and not load_tools and not engines and not ray' $(ARGS)
 
-test-many: .venv/.dev .venv/.clients
+test-many: .venv/.dev .venv/.clients ## those that start many processes, and real client libraries
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m many $(ARGS)
 
-test-load-tools: .venv/.dev .venv/.load-tools
+test-load-tools: .venv/.dev .venv/.load-tools ## guidellm and aiperf against the gateway
 	$(BIN)/python -m pytest -q -m load_tools tests/end_to_end/test_load_tools.py $(ARGS)
 
-test-engines: .venv/.dev .venv/.vllm .venv/.weights
+test-engines: .venv/.dev .venv/.vllm .venv/.weights ## those against a real vLLM on the CPU (2.5 GB below .venv) and a real llama.cpp
 	$(BIN)/python -m pytest -q -m engines tests/engines $(ARGS)
 
-test-ray: .venv/.dev .venv/.ray
+test-ray: .venv/.dev .venv/.ray ## a real Ray Serve app of two replicas (610 MB below .venv)
 	$(BIN)/python -m pytest -q tests/ray_serve $(ARGS)
 
-test-observability: .venv/.dev
+test-observability: .venv/.dev ## dashboards, rules and alerts on a real Prometheus and Alertmanager
 	@for program in prometheus promtool prometheus-alertmanager amtool; do command -v $$program >/dev/null || { \
 	  echo "$$program is missing; install it" \
 	    "(Debian and Ubuntu: apt-get install prometheus prometheus-alertmanager)" >&2; exit 2; }; done
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/observability $(ARGS)
 
-test-deploy: .venv/.dev .venv/.deploy
+test-deploy: .venv/.dev .venv/.deploy ## Dockerfile, Compose, Helm chart and units, read as their tools read them
 	$(BIN)/python -m pytest -q tests/deploy $(ARGS)
 
-generate: .venv/.dev
+generate: .venv/.dev ## docs/metrics.md and the dashboards, from the code
 	PYTHONPATH=. $(BIN)/python -m gateway.observe.metrics_page > docs/metrics.md
 	PYTHONPATH=. $(BIN)/python -m gateway.observe.grafana_json
 
-cross-check: .venv/.dev
+cross-check: .venv/.dev ## a minute over real HTTP against the same minute in virtual time
 	$(BIN)/python -m pytest -q -rs tests/end_to_end/test_virtual_time.py $(ARGS)
 
-lint: .venv/.dev
+lint: .venv/.dev ## ruff, ruff format, mypy --strict
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-simulate: .venv/.dev
+simulate: .venv/.dev ## seeded fault runs on the virtual loop (SEEDS=100; SEED=123 KIND=many repeats one, PLAN=1 shows its faults)
 	HEADRACE_SEEDS=$(SEEDS) HEADRACE_SEED=$(SEED) HEADRACE_KIND=$(KIND) HEADRACE_PLAN=$(PLAN) \
 	  $(BIN)/python -m pytest -q tests/simulation/test_world.py $(ARGS)
 
-bench: .venv/.dev
+bench: .venv/.dev ## measurements of the hot paths
 	@for script in tests/benchmarks/bench_*.py; do \
 	  echo "== $$script"; PYTHONPATH=. $(BIN)/python $$script $(ARGS) || exit 1; done
 
-clean:
+clean: ## remove .venv, caches and what was built
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .headrace dist build
 
 # What each target needs. A stamp is newer than what it was made from; pip does the rest.

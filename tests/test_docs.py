@@ -141,21 +141,29 @@ def test_a_block_that_is_run_elsewhere_names_a_test_that_is_there(block: Block) 
     assert f"def {name}(" in (ROOT / file).read_text()
 
 
-def dry_run(*args: str) -> subprocess.CompletedProcess[str]:
-    """What make would do, asked as from a shell, even where make itself runs these tests."""
+def make(*args: str) -> subprocess.CompletedProcess[str]:
+    """As from a shell, even where make itself runs these tests; with -n what it would do."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    return subprocess.run(["make", "-n", *args], capture_output=True, text=True, cwd=ROOT, timeout=20, env=environ)
+    return subprocess.run(["make", *args], capture_output=True, text=True, cwd=ROOT, timeout=20, env=environ)
 
 
 def test_the_first_command_of_the_readme_is_the_demo() -> None:
     assert BLOCKS[0].text == "make demo\n"
-    shown = dry_run("demo", "ARGS=--for 20")
+    shown = make("-n", "demo", "ARGS=--for 20")
     assert shown.stdout.splitlines()[-1] == ".venv/bin/headrace demo --for 20", shown.stderr
 
 
-@pytest.mark.parametrize("target", ["test", "lint", "bench", "simulate"])
+def test_make_by_itself_lists_every_target_with_what_it_does() -> None:
+    told = make().stdout
+    phony = re.search(r"(?m)^\.PHONY: (.*)$", (ROOT / "Makefile").read_text())
+
+    assert phony is not None
+    assert {line.split()[1] for line in told.splitlines() if len(line.split()) > 2} == set(phony[1].split())
+
+
+@pytest.mark.parametrize("target", ["help", "test", "lint", "bench", "simulate"])
 def test_every_make_target_named_is_there(target: str) -> None:
-    shown = dry_run(target)
+    shown = make("-n", target)
 
     assert shown.returncode == 0, shown.stderr
     assert f"make {target}" in (ROOT / "README.md").read_text()

@@ -14,6 +14,7 @@ import asyncio
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -123,5 +124,9 @@ async def serve(settings: Settings, log: Log) -> int:
             sys.stdout.write(f"serving on {gateway.public_url}, metrics on {gateway.admin_url}/metrics\n")
             sys.stdout.flush()
             await first.wait()
+            begun_s = time.monotonic()
             log.info("draining", at_most_s=settings.timeouts.drain_s)
-            return 0 if await finished_before(second, gateway.drain()) else 1
+            finished = await finished_before(second, gateway.drain())
+            cut = gateway.ingress.in_flight
+        log.info("stopped", requests_cut=cut, took_s=round(time.monotonic() - begun_s, 3))
+        return 0 if finished else 1

@@ -129,10 +129,12 @@ class Supervisor:
                     sys.stdout.write(f"serving on {self.public_url}, metrics on {self.admin_url}/metrics\n")
                     sys.stdout.flush()
                     await first.wait()
+                begun_s = self._monotonic()
                 finished = await self._drain(second)
                 await crew
                 for task in forever:
                     task.cancel()
+        self._log.info("stopped", cut_short=not finished, took_s=round(self._monotonic() - begun_s, 3))
         return 0 if finished else 1
 
     async def _own(self, stack: AsyncExitStack) -> None:

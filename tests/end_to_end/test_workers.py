@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -394,6 +395,8 @@ async def test_processes_die_with_their_supervisor_and_the_next_one_drains(
                 assert [await ended(client) for client in clients] == [True] * 3
                 assert await asyncio.wait_for(gateway.process.wait(), WAIT_S) == 0
             assert await gone(pids)
+            stopped = json.loads(gateway.log.splitlines()[-1])
+            assert (stopped["event"], stopped["cut_short"]) == ("stopped", False)
 
 
 async def test_a_policy_that_cannot_be_read_is_told_and_starts_nothing(

@@ -65,8 +65,12 @@ async def test_a_stop_signal_lets_a_running_stream_finish(engine: str, tmp_path:
         process.send_signal(signal.SIGTERM)
 
         rest = await reply.read()
-        code = await asyncio.wait_for(process.wait(), 20)
+        assert process.stderr is not None
+        last = (await asyncio.wait_for(process.stderr.read(), 20)).splitlines()[-1]
+        code = await process.wait()
 
+    assert json.loads(last)["event"] == "stopped"
+    assert json.loads(last)["requests_cut"] == 0
     assert rest.endswith(b"data: [DONE]\n\n")
     assert code == 0
 
@@ -79,10 +83,12 @@ async def test_a_second_stop_signal_ends_at_once(engine: str, tmp_path: Path) ->
             pass
 
         process.send_signal(signal.SIGTERM)
-        code = await asyncio.wait_for(process.wait(), 5)
+        last = (await asyncio.wait_for(process.stderr.read(), 5)).splitlines()[-1]
+        code = await process.wait()
         with pytest.raises(aiohttp.ClientError):
             await reply.read()
 
+    assert json.loads(last)["requests_cut"] == 1
     assert code == 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.cli import main
 from gateway.commands import key as key_command
 from gateway.errors import Dialect, Refusal
 from gateway.ingress.auth import Caller, Key, KeyRing, digest
@@ -18,6 +19,7 @@ from gateway.ingress.keys_file import KeysFile, parse
 from gateway.ingress.routes import parse_target
 from gateway.logs import Logs
 from gateway.settings import Settings
+from policies import presets
 from policies.yaml_source import DocumentError
 from tests.gateway.ingress.conftest import Start
 from tests.gateway.ingress.raw_client import Answer, RawClient, chat, request
@@ -550,7 +552,7 @@ def test_a_bad_keys_file_says_what_is_wrong_without_a_digest(text: str, told: st
 
 
 def test_the_key_command_prints_a_key_that_its_entry_admits(capsys: pytest.CaptureFixture[str]) -> None:
-    args = argparse.Namespace(action="new", tenant="acme", max_class="bulk", id="")
+    args = argparse.Namespace(action="new", tenant="acme", max_class="bulk", id="", policy=None)
 
     code = key_command.run(args)
     printed = capsys.readouterr()
@@ -564,6 +566,31 @@ def test_the_key_command_prints_a_key_that_its_entry_admits(capsys: pytest.Captu
 
 
 def test_the_key_command_refuses_a_name_that_would_break_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    code = key_command.run(argparse.Namespace(action="new", tenant='a"\n- x', max_class="", id=""))
+    code = key_command.run(argparse.Namespace(action="new", tenant='a"\n- x', max_class="", id="", policy=None))
 
     assert (code, capsys.readouterr().out) == (2, "")
+
+
+def test_the_key_command_refuses_a_class_that_the_policy_given_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(presets.text("balanced"))
+
+    code = main(["key", "new", "t", "--max-class", "nosuch", "--policy", str(policy)])
+
+    told = capsys.readouterr()
+    assert (code, told.out) == (2, "")
+    assert told.err.startswith("headrace: key: --max-class nosuch: must be one of interactive, bulk")
+    assert main(["key", "new", "t", "--max-class", "bulk", "--policy", str(policy)]) == 0
+
+
+def test_the_key_command_warns_of_a_class_that_only_a_policy_of_yours_can_have(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = main(["key", "new", "t", "--max-class", "nosuch"])
+
+    told = capsys.readouterr()
+    assert code == 0
+    assert 'max_class: "nosuch"' in told.out
+    assert told.err.splitlines()[0].startswith("headrace key: --max-class nosuch is no class of the preset balanced")
