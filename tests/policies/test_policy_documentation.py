@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from policies import schema
 from policies.document import parse
+from tests.field_tables import declared, documented
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs/policies.md").read_text(encoding="utf-8")
@@ -36,33 +32,9 @@ SECTIONS: dict[str, type] = {
 }
 
 
-def documented(title: str) -> dict[str, str]:
-    """Field -> default as a section's table says it."""
-    section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
-    (text,) = [part for part in section if part.startswith(title + "\n")]
-    rows = re.findall(r"^\| `([^`]+)` \| [^|]+ \| ([^|]+) \| [^|]+ \|$", text, flags=re.MULTILINE)
-    return {field: default.strip("` ") for field, default in rows}
-
-
-def declared(model: type) -> dict[str, str]:
-    """Field -> default as the schema has it."""
-    shape: dict[str, Any] = TypeAdapter(model).json_schema()
-    return dict(_defaults(shape))
-
-
-def _defaults(shape: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, one in shape["properties"].items():
-        if name in shape.get("required", ()):
-            yield name, "required"
-        elif "$ref" in one or "allOf" in one:
-            yield name, "below"
-        else:
-            yield name, json.dumps(one.get("default", {}))
-
-
 @pytest.mark.parametrize("title", SECTIONS)
 def test_every_field_is_documented_with_its_default(title: str) -> None:
-    assert documented(title) == declared(SECTIONS[title])
+    assert documented(PAGE, title) == declared(SECTIONS[title])
 
 
 def test_every_part_of_the_schema_has_its_section() -> None:
