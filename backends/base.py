@@ -272,6 +272,7 @@ class EngineAddress:
     connect_s      bound on name resolution + TCP + TLS
     idle_s         a pooled connection is not reused after this; below the 5 s of vLLM's server
     sample_s       bound on one sample or probe
+    key_remedy     what to do where the engine wants another key, in the words of whoever is told
     """
 
     name: str
@@ -280,6 +281,7 @@ class EngineAddress:
     connect_s: float = 5.0
     idle_s: float = 4.0
     sample_s: float = 5.0
+    key_remedy: str = "check the engine's api_key"
 
 
 UNSEEN = Sample(taken_s=-math.inf)

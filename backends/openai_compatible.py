@@ -118,6 +118,7 @@ class OpenAICompatible:
         self._facts_s = self._models_s = 0.0
         self._forget()
         self._sample_s = address.sample_s
+        self._key_remedy = address.key_remedy
         self._pool = pool
         self._monotonic = monotonic
 
@@ -321,6 +322,6 @@ class OpenAICompatible:
     def _refused(self, answer: Answer) -> str:
         what = f"engine {self.name}: {answer.method} {answer.path} answered {answer.status}"
         if answer.status in {401, 403}:  # what it says may quote the key
-            return f"{what}; check the engine's api_key"
+            return f"{what}; {self._key_remedy}"
         said = read_error(answer.body, answer.status).message
         return f"{what}: {said}" if said else what

@@ -28,10 +28,10 @@ from backends.connection import EnginePool
 from backends.openai_compatible import OpenAICompatible
 from gateway.addresses import normalise_url
 from gateway.load.arrivals import Stretch, arrivals, bursts, staircase, steady
-from gateway.load.client import CHAT, PATHS, Client, Target
+from gateway.load.client import CHAT, KEY_REMEDY, PATHS, Client, Target
 from gateway.load.figures import Objectives, Record, figures, steps
 from gateway.load.lengths import Workload
-from gateway.load.report import ALL, Told, shown, step_table, table, write_report
+from gateway.load.report import ALL, Fact, Told, facts_of, shown, step_table, table, write_report
 from gateway.load.run import ClosedLoop, answered, open_loop
 from gateway.load.traffic import NO_CLASS, at_once, first, made_up
 from gateway.replay.rows import write_rows
@@ -129,7 +129,7 @@ class Plan:
     think_s: float
     for_s: float
     objectives: Mapping[str, Objectives]
-    facts: Mapping[str, str]
+    facts: Mapping[str, Fact]
     stairs: Sequence[Stretch] = ()
 
 
@@ -298,14 +298,31 @@ def _keys(args: argparse.Namespace) -> dict[str, str]:
     return keys
 
 
-def _facts(args: argparse.Namespace) -> dict[str, str]:
-    flags = ["trace", "rate", "burst", "clients", "think", "ramp", "path", "seed"]
-    if args.rate is not None and "," in args.rate:
-        flags.append("step")
-    if args.trace is None or args.clients:
-        flags += ["cv", "prompt_tokens", "output_tokens", "length_cv"]
-    found = {name: str(value) for name in flags if (value := getattr(args, name))}
-    return {**found, "class": " ".join(args.classes)} if args.classes else found
+def _facts(args: argparse.Namespace) -> dict[str, Fact]:
+    """What was asked for."""
+    rates = [_number("--rate", text) for text in (args.rate or "").split(",") if text]
+    rate = rates if len(rates) > 1 else rates[0] if rates else None
+    burst = [float(text) for text in args.burst.split(":")] if args.burst is not None else [None] * 3
+    made_up = args.trace is None or args.clients
+    asked: dict[str, Fact | None] = {
+        "trace": None if args.trace is None else str(args.trace),
+        "rate_rps" if args.trace is None else "rate_scale": rate,
+        "step_s": args.step if len(rates) > 1 else None,
+        "burst_rps": burst[0],
+        "burst_s": burst[1],
+        "calm_s": burst[2],
+        "clients": args.clients or None,
+        "think_s": args.think or None,
+        "ramp_s": args.ramp or None,
+        "path": args.path,
+        "seed": args.seed,
+        "cv": args.cv if made_up else None,
+        "prompt_tokens": args.prompt_tokens if made_up else None,
+        "output_tokens": args.output_tokens if made_up else None,
+        "length_cv": args.length_cv if made_up else None,
+        "class": " ".join(args.classes) if args.classes else None,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 # -- sending -------------------------------------------------------------------------------------------------------
@@ -336,7 +353,7 @@ def _told(plan: Plan, target: Target, records: _Records, duration_s: float) -> T
     by_class = (
         {ALL: together} if len(of) <= 1 else {**{name or "no class": one for name, one in of.items()}, ALL: together}
     )
-    facts = {"model": target.model, "lasted": f"{duration_s:.1f} s", **plan.facts}
+    facts = {"model": target.model, "lasted_s": duration_s, **plan.facts}
     rows = [row for record in records.values() for row in record.rows]
     stairs = steps(records, [one.to_rps for one in plan.stairs], plan.stairs[0].duration_s) if plan.stairs else []
     return Told(f"Load on {target.url}", facts, by_class, rows, stairs)
@@ -375,17 +392,16 @@ async def _for(seconds: float, loop: ClosedLoop) -> None:
 
 async def _with_model(target: Target) -> Target:
     """The target with the first model that the server lists."""
-    address = EngineAddress("target", target.url, next(iter(target.keys.values()), None))
+    key = next(iter(target.keys.values()), None)
+    address = EngineAddress("target", target.url, key, key_remedy=KEY_REMEDY)
     backend = OpenAICompatible(address, EnginePool(address))
     try:
         probe = await backend.probe()
     finally:
         await backend.close()
     if not probe.models:
-        raise SettingsError(
-            f"load {target.url}: {probe.detail or 'lists no model'};"
-            " start it, give its API key with --key-env NAME, or name a model with --model"
-        )
+        remedy = "" if probe.detail.endswith(KEY_REMEDY) else "; start it, or name a model with --model"
+        raise SettingsError(f"load {target.url}: {probe.detail}{remedy}")
     return replace(target, model=probe.models[0].id)
 
 
@@ -420,7 +436,7 @@ def bar_text(under_way: int, records: Mapping[str, Record]) -> str:
 def _print(told: Told) -> None:
     console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
     console.print(told.title, markup=False, highlight=False)
-    console.print(", ".join(f"{name} {value}" for name, value in told.facts.items()), markup=False, highlight=False)
+    console.print(", ".join(map(" ".join, facts_of(told))), markup=False, highlight=False)
     for heads, lines in (step_table(told), table(told)):
         drawn = Table()
         for number, head in enumerate(heads):
@@ -434,9 +450,9 @@ def _print(told: Told) -> None:
 def _warn(told: Told) -> None:
     whole = told.by_class[ALL]
     for kind, text in whole.examples.items():
-        sys.stderr.write(
-            f"headrace load: {kind}: {whole.errors[kind]:,} requests{f', the first: {text}' if text else ''}\n"
-        )
+        said = f", the first: {text}" if text else ""
+        remedy = f"; {KEY_REMEDY}" if kind == "http_401" else ""
+        sys.stderr.write(f"headrace load: {kind}: {whole.errors[kind]:,} requests{said}{remedy}\n")
     if whole.late_p99_s is not None and whole.late_p99_s > LATE_S:
         sys.stderr.write(
             f"headrace load: one request in a hundred left {shown(whole.late_p99_s)} late: this machine was too busy to"

@@ -32,7 +32,7 @@ from backends.gpu.dcgm import DcgmSource
 from backends.gpu.nvml import NvmlSource, NvmlThread
 from gateway.addresses import normalise_url
 from gateway.errors import StartError
-from gateway.load.client import COMPLETIONS, PATHS, Client, Target
+from gateway.load.client import COMPLETIONS, KEY_REMEDY, PATHS, Client, Target
 from gateway.load.score import Score
 from gateway.profiling.advice import advise, plan
 from gateway.profiling.document import Profiled, page, profile, write
@@ -169,7 +169,7 @@ def _check(args: argparse.Namespace) -> None:
 async def _measured(args: argparse.Namespace) -> Profiled:
     url = normalise_url(args.url, what="profile")
     key = None if args.key_env is None else os.environ[args.key_env]
-    address = EngineAddress("engine", url, key, sample_s=10.0)
+    address = EngineAddress("engine", url, key, sample_s=10.0, key_remedy=KEY_REMEDY)
     pool = EnginePool(address)
     async with AsyncExitStack() as stack:
         kind = await detect(pool)

@@ -30,6 +30,8 @@ COMPLETIONS: Final = "/v1/completions"
 PATHS: Final = (CHAT, COMPLETIONS)
 LOOK_EVERY_S: Final = 0.5
 KEPT_BODY_BYTES: Final = 64 * 1024
+KEY_REMEDY: Final = "give its API key with --key-env NAME"
+"""To whoever named the server on the command line, where it wants another key."""
 RETRY_MAX_S: Final = 60.0
 
 

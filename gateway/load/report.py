@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from gateway.replay.rows import Row, write_rows
 
 BINS = 60
 ALL = "all"
+UNITS = {"_s": " s", "_rps": " per second"}
+Fact = str | float | Sequence[float]
+"""Units last in the name, as everywhere; `facts_of` says it to people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class Told:
     """One load: what it was, its figures by class (ALL stands for all of them together), and a staircase's steps."""
 
     title: str
-    facts: Mapping[str, str]
+    facts: Mapping[str, Fact]
     by_class: Mapping[str, Figures]
     rows: Sequence[Row]
     steps: Sequence[Step] = ()
@@ -40,6 +43,15 @@ def write_report(folder: Path, told: Told) -> None:
     (folder / "report.svg").write_text(picture(told), encoding="utf-8")
     (folder / "figures.json").write_text(json.dumps(told.plain(), indent=1) + "\n", encoding="utf-8")
     write_rows(folder / "rows.csv", told.rows)
+
+
+def facts_of(told: Told) -> Iterator[tuple[str, str]]:
+    """(name, value) of each fact, in words: the unit stands with the value."""
+    for name, fact in told.facts.items():
+        suffix = next((suffix for suffix in UNITS if name.endswith(suffix)), "")
+        numbers = [] if isinstance(fact, str) else fact if isinstance(fact, Sequence) else [fact]
+        value = fact if isinstance(fact, str) else ",".join(f"{number:.4g}" for number in numbers)
+        yield name.removesuffix(suffix).replace("_", " "), value + UNITS.get(suffix, "")
 
 
 def table(told: Told) -> tuple[list[str], list[list[str]]]:
@@ -91,7 +103,7 @@ def step_table(told: Told) -> tuple[list[str], list[list[str]]]:
 
 def markdown(told: Told) -> str:
     """The report as a page."""
-    parts = [f"# {told.title}", "", *(f"- {name}: {value}" for name, value in told.facts.items())]
+    parts = [f"# {told.title}", "", *(f"- {name}: {value}" for name, value in facts_of(told))]
     for heads, lines in (step_table(told), table(told)):
         if lines:
             parts += ["", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]

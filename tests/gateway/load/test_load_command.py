@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from subprocess import PIPE, Popen
 from sys import executable
+from threading import Thread
 
 import pytest
 
@@ -52,6 +54,8 @@ def test_an_open_load_of_two_classes_is_told_by_class_and_kept(
     classes = told["classes"]
     assert code == 0
     assert told["model"] == "sim-8b"
+    assert (told["rate_rps"], told["seed"], told["class"]) == (60, 1, "interactive=3 bulk")
+    assert told["lasted_s"] > 0
     assert classes["all"]["completed"] == 40
     assert classes["interactive"]["completed"] + classes["bulk"]["completed"] == 40
     assert classes["interactive"]["attainment"] == 1.0
@@ -61,7 +65,9 @@ def test_an_open_load_of_two_classes_is_told_by_class_and_kept(
         classes["all"]["output_tokens_per_s"] * classes["all"]["duration_s"]
     )
     assert len(read_trace(tmp_path / "rows.csv")) == 40
-    assert "| completed |" in (tmp_path / "report.md").read_text()
+    report = (tmp_path / "report.md").read_text()
+    assert "| completed |" in report
+    assert "- rate: 60 per second\n" in report
     assert (tmp_path / "report.svg").read_text().startswith("<svg")
 
 
@@ -95,6 +101,7 @@ def test_a_staircase_is_told_step_by_step(engine_url: str, tmp_path: Path, capsy
     assert code == 0
     assert [(one["rate_rps"], one["attainment"]) for one in told["steps"]] == [(10, 1.0), (40, 1.0)]
     assert [one["sent"] for one in told["steps"]] == [5, 20]
+    assert (told["rate_rps"], told["step_s"]) == ([10, 40], 0.5)
     assert "requests per second" in capsys.readouterr().out
     assert "| 40 | 20 | 20 | 100.00% |" in (tmp_path / "report.md").read_text()
 
@@ -147,7 +154,30 @@ def test_what_cannot_work_is_refused_in_one_line(
 
 def test_a_server_that_lists_no_model_is_told_with_what_may_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", "http://127.0.0.1:9", "--rate", "1"]) == 2
-    assert "start it, give its API key with --key-env NAME, or name a model with --model" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("; start it, or name a model with --model\n")
+
+
+@pytest.mark.slow
+def test_a_server_that_wants_a_key_is_told_with_the_flag_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    class Locked(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Locked) as server:
+        Thread(target=server.serve_forever, args=(0.01,)).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        codes = [main(["load", url, "--rate", "1"]), main(["profile", url])]
+        server.shutdown()
+
+    told = capsys.readouterr().err.splitlines()
+    assert codes == [2, 2]
+    assert told[0].endswith("answered 401; give its API key with --key-env NAME")
+    assert told[1].endswith("answered 401; give its API key with --key-env NAME")
 
 
 def test_a_keys_file_that_is_none_does_not_show_what_it_holds(
