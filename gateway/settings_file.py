@@ -59,13 +59,7 @@ class SettingsError(ValueError):
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `headrace serve`. Each one that is absent leaves its setting as the file or the default has it."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings file (headrace.yaml)")
-    parser.add_argument(
-        "--engine",
-        action="append",
-        metavar="[NAME=][KIND+]URL",
-        help=f"an engine; repeatable; kind is one of {', '.join(ENGINE_KINDS)}; replaces the file's list",
-    )
+    add_engine_arguments(parser)
     parser.add_argument("--listen", metavar="HOST:PORT", help="public listener (127.0.0.1:8080)")
     parser.add_argument("--admin-listen", metavar="HOST:PORT", help="metrics and admin listener (127.0.0.1:8081)")
     parser.add_argument(
@@ -86,9 +80,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def add_engine_arguments(parser: ArgumentParser) -> None:
+    """Those of them that say which engines there are."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings file (headrace.yaml)")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        metavar="[NAME=][KIND+]URL",
+        help=f"an engine; repeatable; kind is one of {', '.join(ENGINE_KINDS)}; replaces the file's list",
+    )
+
+
 def settings_from(args: Namespace, environ: Mapping[str, str]) -> Settings:
     """Read all sources. Raises SettingsError, or DocumentError with every problem of the file."""
-    settings = Settings() if args.config is None else read_file(args.config, environ)
     changes: dict[str, Any] = {
         name: value
         for name, value in (
@@ -106,19 +110,36 @@ def settings_from(args: Namespace, environ: Mapping[str, str]) -> Settings:
         "keys_file",
         "state_dir",
         "mount_path",
+        "workers",
+        "log_format",
+        "log_level",
+        "allow_no_keys",
     ):
         if getattr(args, name) is not None:
             changes[name] = getattr(args, name)
-    for name in ("workers", "log_format", "log_level", "allow_no_keys"):
-        if getattr(args, name) is not None:
-            changes[name] = getattr(args, name)
     try:
-        if args.engine:
-            changes["engines"] = tuple(parse_engine(text) for text in args.engine)
-        settings = dataclasses.replace(settings, **changes)
-        return check(_with_default_key(settings, environ.get("HEADRACE_ENGINE_API_KEY")))
+        return check(dataclasses.replace(_with_engines(args, environ), **changes))
     except AddressError as error:
         raise SettingsError(str(error)) from None
+
+
+def engines_from(args: Namespace, environ: Mapping[str, str]) -> Settings:
+    """Read the sources of `add_engine_arguments`; what has to do with serving is not checked. Raises as `settings_from`."""
+    try:
+        settings = _with_engines(args, environ)
+    except AddressError as error:
+        raise SettingsError(str(error)) from None
+    mistakes = list(_of_engines(settings.engines))
+    if mistakes:
+        raise SettingsError("\n".join(mistakes))
+    return settings
+
+
+def _with_engines(args: Namespace, environ: Mapping[str, str]) -> Settings:
+    settings = Settings() if args.config is None else read_file(args.config, environ)
+    if args.engine:
+        settings = dataclasses.replace(settings, engines=tuple(parse_engine(text) for text in args.engine))
+    return _with_default_key(settings, environ.get("HEADRACE_ENGINE_API_KEY"))
 
 
 def read_file(path: Path, environ: Mapping[str, str]) -> Settings:

@@ -1,6 +1,6 @@
 """`headrace check engines`: what each engine tells, which need of the controller that serves, and what is missing.
 
-It asks the engines themselves, not a running gateway, with the settings that `headrace serve` would have: twice, since a
+It asks the engines themselves, not a running gateway, as the settings of `headrace serve` name them: twice, since a
 counter that does not move and a page that comes late show only then. Nothing is generated unless `--try` says so.
 
 Exit code 0 when nothing is wrong, 1 when an engine cannot serve or tells something wrong, 2 for settings that cannot be used.
@@ -23,14 +23,17 @@ from rich.table import Table
 from backends.base import BackendError, EngineAddress
 from backends.connection import EnginePool
 from backends.detect import detect, make_backend
+from backends.openai_compatible import OpenAICompatible
 from gateway.control.needs import PROBLEMS, Finding, Row, as_plain, findings, meaning_of, rows
 from gateway.control.poller import TRIAL_S
 from gateway.control.roster import Engine
 from gateway.dispatch.ledger import EngineLedger
 from gateway.settings import EngineSettings, Settings
-from gateway.settings_file import add_arguments, settings_from
+from gateway.settings_file import add_engine_arguments, engines_from
 
 APART_S = 1.0
+UNCUT_WIDTH = 10_000
+"""In columns, where no terminal has a width: names of metrics stay whole for whoever reads lines."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,19 +41,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("check", help="look at the engines: what they tell, and what is missing")
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     engines = kinds.add_parser("engines", help="ask each engine of the settings")
-    add_arguments(engines)
+    add_engine_arguments(engines)
     engines.add_argument("--json", action="store_true", help="one JSON document")
     engines.add_argument("--try", dest="trial", action="store_true", help="have each engine make one token")
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask all, tell all."""
-    settings = settings_from(args, os.environ)
+    settings = engines_from(args, os.environ)
     checked = asyncio.run(check_all(settings, trial=args.trial))
     if args.json:
         print(orjson.dumps([_plain(one) for one in checked], option=orjson.OPT_INDENT_2).decode())
     else:
-        _show(checked)
+        show(checked)
     return 0 if all(one.sound for one in checked) else 1
 
 
@@ -89,9 +92,10 @@ async def _check(settings: EngineSettings, connect_s: float, *, trial: bool) -> 
         elsewhere = EnginePool(replace(address, base_url=settings.metrics_url, api_key=None))
     kind = await detect(pool, metrics_pool=elsewhere) if settings.kind == "auto" else settings.kind
     if kind is None:
-        for one in filter(None, (pool, elsewhere)):
-            await one.close()
-        return Checked(settings.name, "unknown", "", (), "", f"engine {settings.name} does not answer at its url")
+        backend = OpenAICompatible(address, pool, metrics=elsewhere)
+        reason = (await backend.probe()).detail or "it began to answer just now"
+        await backend.close()
+        return Checked(settings.name, "unknown", "", (), "", f"does not answer as an engine: {reason}")
     backend = make_backend(kind, address, pool, priority_honoured=settings.priority, metrics_pool=elsewhere)
     engine = Engine(settings, EngineLedger(), APART_S, backend=backend)
     try:
@@ -145,8 +149,11 @@ def _plain(one: Checked) -> dict[str, object]:
     }
 
 
-def _show(checked: Sequence[Checked]) -> None:
+def show(checked: Sequence[Checked]) -> None:
+    """For people, and for whoever reads lines."""
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=UNCUT_WIDTH)
     for one in checked:
         told = f"{one.kind} {one.version}".strip()
         console.print(

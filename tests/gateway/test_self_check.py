@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends.base import Measured, ModelCard, Priority, Probe, Sample, Signal
-from gateway.commands.check import check_all
+from gateway.cli import main
+from gateway.commands.check import check_all, show
 from gateway.control.frozen import FROZEN_S, FrozenWatch
 from gateway.control.needs import NEEDS, Finding, findings, meaning_of, rows
 from gateway.control.roster import Engine
@@ -186,3 +189,39 @@ async def test_the_command_asks_every_engine_and_says_what_is_wrong() -> None:
 
 def test_both_orders_of_priority_have_words() -> None:
     assert [meaning_of(one) for one in (None, *Priority)] == ["not used", "lower first", "higher first"]
+
+
+def test_an_engine_that_does_not_answer_is_told_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+    code = main(["check", "engines", "--engine", f"e=http://127.0.0.1:{port}"])
+
+    told = capsys.readouterr().out
+    assert code == 1
+    assert "cannot serve: does not answer as an engine: engine e: GET /health: connect_refused" in told
+
+
+async def test_where_there_is_no_terminal_names_of_metrics_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    async with ScriptedEngine() as engine:
+        checked = await check_all(Settings(engines=(EngineSettings("e", engine.url),)), trial=False)
+
+    show(checked)
+
+    lines = capsys.readouterr().out.splitlines()
+    for row in checked[0].table:
+        (line,) = [line for line in lines if line.split()[:1] == [row.need]]
+        assert row.source in line
+        assert row.instead in line
+
+
+def test_a_check_needs_nothing_that_only_serving_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "headrace.yaml"
+    file.write_text("listen: 0.0.0.0:8080\nkeys_file: nowhere.yaml\nengines: [{url: 'http://127.0.0.1:9', name: e}]\n")
+
+    code = main(["check", "engines", "--config", str(file)])
+
+    assert code == 1
+    assert capsys.readouterr().out.startswith("e  unknown")
+    with pytest.raises(SystemExit):
+        main(["check", "engines", "--listen", "127.0.0.1:1"])
