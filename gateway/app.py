@@ -63,7 +63,8 @@ from gateway.logs import Log
 from gateway.observe.tracing import Tracer
 from gateway.queue.base import Queue, QueueUnavailable
 from gateway.queue.embedded import EmbeddedValkey
-from gateway.queue.redis_queue import OnCall, RedisQueue, connect
+from gateway.queue.redis_client import connect
+from gateway.queue.redis_queue import OnCall, RedisQueue
 from gateway.queue.store_url import shown
 from gateway.recorder import Recorder, installation_key
 from gateway.settings import Settings

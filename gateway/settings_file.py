@@ -223,7 +223,7 @@ def _of_listeners(settings: Settings, listen: Listen, admin_listen: Listen) -> I
 def _of_the_rest(settings: Settings) -> Iterator[str]:
     """What the files hold is read, and told, by those who watch them."""
     if settings.redis_url is not None:
-        from gateway.queue.redis_queue import connect  # a fifth of a second that other commands need not wait for
+        from gateway.queue.redis_client import connect  # a fifth of a second that other commands need not wait for
 
         try:
             connect(settings.redis_url, pool=settings.pool)

@@ -36,7 +36,7 @@ from redis.exceptions import RedisError
 from structlog.typing import FilteringBoundLogger
 
 from gateway.errors import StartError
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_client import connect
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
@@ -105,7 +105,7 @@ class EmbeddedValkey:
 
     @property
     def url(self) -> str:
-        """For `gateway.queue.redis_queue.connect`."""
+        """For `gateway.queue.redis_client.connect`."""
         return f"unix://{self._socket}"
 
     async def __aenter__(self) -> Self:

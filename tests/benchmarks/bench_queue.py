@@ -18,7 +18,8 @@ import structlog
 from gateway.queue.base import Answered, Began, Credit, Ended, InFlight, Queue, Session, SessionReport, Told
 from gateway.queue.batcher import Batcher
 from gateway.queue.memory_queue import MemoryQueue
-from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.queue.redis_client import connect
+from gateway.queue.redis_queue import RedisQueue
 from policies.vocabulary import Grant, Outcome, Result, Work
 from tests.redis_servers import serving
 

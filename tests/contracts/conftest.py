@@ -15,7 +15,8 @@ from redis.asyncio import Redis
 from gateway.queue.base import Queue
 from gateway.queue.keys import keys
 from gateway.queue.memory_queue import MemoryQueue
-from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.queue.redis_client import connect
+from gateway.queue.redis_queue import RedisQueue
 from tests.contracts.releases import SIDE_BY_SIDE, beside_schema_1
 from tests.queue_checks import check_keys
 from tests.redis_servers import KINDS, Server, binary, serving

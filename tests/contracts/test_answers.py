@@ -12,7 +12,8 @@ import pytest_asyncio
 from gateway.app import Gateway
 from gateway.idempotency.answers import LEASE_S, Answers, AnswersUnavailable, MemoryAnswers, RedisAnswers
 from gateway.queue.keys import answer_key
-from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.queue.redis_client import connect
+from gateway.queue.redis_queue import RedisQueue
 from gateway.settings import Settings
 from tests.gateway.replay.quiet import QUIET
 from tests.redis_servers import Server

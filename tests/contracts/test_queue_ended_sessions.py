@@ -11,7 +11,7 @@ import pytest
 
 from gateway.queue.base import Queue, Session, SessionReport
 from gateway.queue.memory_queue import MemoryQueue
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_client import connect
 from policies.vocabulary import Work
 from tests.contracts.conftest import NOW_MS, pool_on
 from tests.redis_servers import Server

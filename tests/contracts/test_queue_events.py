@@ -9,7 +9,7 @@ import pytest
 from gateway.queue import memory_queue, redis_queue
 from gateway.queue.base import Answered, Began, Ended, Grew, Queue, Session, SessionReport, Told
 from gateway.queue.memory_queue import MemoryQueue
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_client import connect
 from policies.vocabulary import Outcome, Result, Work
 from tests.contracts.conftest import pool_on
 from tests.redis_servers import Server

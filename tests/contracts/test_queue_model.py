@@ -32,7 +32,8 @@ from gateway.queue.base import (
     Told,
 )
 from gateway.queue.memory_queue import MemoryQueue
-from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.queue.redis_client import connect
+from gateway.queue.redis_queue import RedisQueue
 from policies.vocabulary import BodyAt, Grant, Outcome, Result, Work
 from tests.queue_checks import check_keys
 from tests.redis_servers import Server

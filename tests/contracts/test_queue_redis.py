@@ -41,7 +41,8 @@ from gateway.queue.base import (
     Snapshot,
 )
 from gateway.queue.keys import SCHEMA, TABLE, pool_channel, schema_key, session_channel
-from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.queue.redis_client import connect
+from gateway.queue.redis_queue import RedisQueue
 from policies.vocabulary import BodyAt, Grant, Work
 from tests.ports import free_port
 from tests.queue_checks import check_keys

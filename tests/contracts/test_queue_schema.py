@@ -26,7 +26,8 @@ from gateway.queue.base import (
     Snapshot,
 )
 from gateway.queue.keys import SCHEMA, keys
-from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.queue.redis_client import connect
+from gateway.queue.redis_queue import RedisQueue
 from policies.vocabulary import BodyAt, Grant, Work
 from tests.contracts.releases import Schema1
 from tests.redis_servers import Server

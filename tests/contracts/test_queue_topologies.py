@@ -18,7 +18,8 @@ import structlog
 
 from gateway.queue.base import Enqueued, QueueUnavailable, Session, SessionReport
 from gateway.queue.keys import keys
-from gateway.queue.redis_queue import RedisQueue, connect
+from gateway.queue.redis_client import connect
+from gateway.queue.redis_queue import RedisQueue
 from policies.vocabulary import Grant, Work
 from tests.redis_topologies import Node, Topology, cluster, sentinels, slot_of
 

@@ -202,7 +202,7 @@ async def test_a_key_that_is_none_is_refused(served: Served, key: str) -> None:
 
 
 async def test_no_key_of_a_client_and_no_prompt_is_in_a_key_of_the_store(served: Served) -> None:
-    from gateway.queue.redis_queue import connect
+    from gateway.queue.redis_client import connect
 
     await served.ask("very-secret-key")
     client = connect(served.store)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_client import connect
 from tests.end_to_end.engine_process import eventually
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.two_engines import Engines, at_least, holds, loaded, server_of, servers, total, two_engines

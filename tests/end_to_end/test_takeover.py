@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from gateway.queue.keys import prefix
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_client import connect
 from tests.end_to_end.engine_process import eventually, simulated
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.end_to_end.two_engines import at_least, holds, loaded, total

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.queue.keys import prefix
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_client import connect
 from tests.end_to_end.engine_process import EngineProcess, eventually, simulated
 from tests.end_to_end.gateway_process import GatewayProcess
 from tests.redis_servers import Server

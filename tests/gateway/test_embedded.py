@@ -19,7 +19,7 @@ import structlog
 
 from gateway.queue import embedded
 from gateway.queue.embedded import EmbeddedServerError, EmbeddedValkey
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_client import connect
 
 LOG = structlog.get_logger()
 
@@ -28,7 +28,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 import structlog
 from gateway.queue.embedded import EmbeddedValkey
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_client import connect
 
 async def main():
     async with EmbeddedValkey(Path(sys.argv[1]), log=structlog.get_logger()) as server:

@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio.connection import SSLConnection
 
 from gateway.queue.primary import ToPrimary, ToPrimaryTls
-from gateway.queue.redis_queue import connect
+from gateway.queue.redis_client import connect
 from gateway.queue.store_url import StoreUrl, StoreUrlError, parse_store_url, shown
 
 
