@@ -2,7 +2,7 @@
 
 Everything runs here and ends with it: the engines are processes of their own, the gateway with its private Valkey
 lives in this one, under the policy that `headrace serve` has by default, and the clients speak HTTP to its public port.
-Ctrl-C (or `--for SECONDS`) ends all of it, exit 0.
+Ctrl-C (or `--for SECONDS`) ends all of it with what it came to, exit 0.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ async def _demo(args: argparse.Namespace, folder: Path, log: Log) -> None:
                     bulk_clients=args.bulk,
                     chat_model=REAL_MODEL if args.real else "",
                 )
-                await _play_until(stop, args.for_s, Show(stage, session, Console()))
+                show = Show(stage, session, console := Console())
+                await _play_until(stop, args.for_s, show)
+                console.print("\n".join(show.closing), soft_wrap=True, markup=False, highlight=False)
 
 
 async def _play_until(stop: asyncio.Event, for_s: float | None, show: Show) -> None:

@@ -7,23 +7,21 @@ request is streamed, so that tokens are counted as they come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from gateway.load.client import Client, Target
+from gateway.load.client import Client, Target, Watch
 from gateway.load.run import ClosedLoop, open_loop
-from gateway.load.score import Score
 from gateway.replay.trace import Request
 
 ARRIVE_EVERY_S = 0.5
 
 
 class Load:
-    """Sends to one gateway under one model name until closed. Scores are by class. Made on a running loop."""
+    """Sends to one gateway under one model name until closed. Watches are by class. Made on a running loop."""
 
-    def __init__(self, url: str, model: str, scores: dict[str, Score]) -> None:
+    def __init__(self, url: str, model: str, watches: Mapping[str, Watch]) -> None:
         """url: the public base URL."""
-        self.scores = scores
-        self._client = Client(Target(url, model), scores)
+        self._client = Client(Target(url, model), watches)
 
     async def interactive(self, requests: Iterable[Request]) -> None:
         """Send each request at its time, until the last."""

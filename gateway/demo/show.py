@@ -6,7 +6,8 @@ Ends when cancelled; everything it started is its own and ends with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NoReturn
@@ -17,13 +18,16 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from gateway.demo.load import Load
-from gateway.demo.view import live_view, plain_line
-from gateway.demo.watch import GatewayPage, read_page
+from gateway.demo.tally import Tally
+from gateway.demo.view import busy_host, closing_lines, live_view, plain_line
+from gateway.demo.watch import GatewayPage, lag_p99_s, read_page
 from gateway.demo.workload import conversation, summarisation
 from gateway.load.score import Figures, Score
 
 SHOW_EVERY_S = 1.0
 CHAT_EVERY_S = 4.0
+LAG_PAGES = 30
+"""So many pages back the loop's lag is looked at."""
 QUESTIONS = ("Name three rivers.", "What does a water wheel do?", "Say one sentence about rain.", "What is a dam?")
 
 
@@ -54,7 +58,10 @@ class Stage:
 
 
 class Show:
-    """One performance on one stage. `console` decides between a live view (a terminal) and plain lines."""
+    """One performance on one stage. `console` decides between a live view (a terminal) and plain lines.
+
+    closing   what it came to, once `play` has ended
+    """
 
     def __init__(self, stage: Stage, session: aiohttp.ClientSession, console: Console) -> None:
         clock = asyncio.get_running_loop().time
@@ -64,8 +71,12 @@ class Show:
         self._clock = clock
         self._started_s = clock()
         self._page = GatewayPage()
-        self._load = Load(stage.public_url, stage.model, {"interactive": Score(clock), "bulk": Score(clock)})
+        self._tallies = {name: Tally(Score(clock)) for name in ("interactive", "bulk")}
+        self._load = Load(stage.public_url, stage.model, self._tallies)
+        self._lags: deque[Mapping[float, float]] = deque(maxlen=LAG_PAGES)
+        self._first_lag: Mapping[float, float] | None = None
         self._said = ""
+        self.closing: list[str] = []
 
     async def play(self) -> None:
         """Send, watch and show until cancelled."""
@@ -77,6 +88,9 @@ class Show:
                 if self._stage.chat_model:
                     group.create_task(self._chat())
         finally:
+            # Before the load is closed: what is cut by that has not failed.
+            lag_s = lag_p99_s(self._page.loop_lag, self._first_lag or {})
+            self.closing = closing_lines(self._clock() - self._started_s, self._tallies, lag_s)
             await self._load.close()
 
     async def _screen(self) -> None:
@@ -100,20 +114,26 @@ class Show:
                 self._page = await read_page(self._session, self._stage.admin_url)
         except (aiohttp.ClientError, TimeoutError):
             return
-        for name, score in self._load.scores.items():
-            score.ttft_sla_s = self._page.objective_s.get(name)
+        self._lags.append(self._page.loop_lag)
+        if self._first_lag is None:
+            self._first_lag = self._page.loop_lag
+        for name, tally in self._tallies.items():
+            tally.score.ttft_sla_s = self._page.objective_s.get(name)
 
     def _print_line(self) -> None:
         self._console.print(plain_line(*self._seen()), soft_wrap=True, markup=False, highlight=False)
-        if self._said:
-            self._console.print(f"        {self._said}", soft_wrap=True, markup=False, highlight=False)
-            self._said = ""
+        for note in filter(None, (self._busy_host(), self._said)):
+            self._console.print(f"        {note}", soft_wrap=True, markup=False, highlight=False)
+        self._said = ""
 
     def _live(self) -> Group:
-        return live_view(*self._seen(), [*([self._said] if self._said else []), "Ctrl-C ends everything."])
+        return live_view(*self._seen(), [*filter(None, (self._busy_host(), self._said)), "Ctrl-C ends everything."])
+
+    def _busy_host(self) -> str:
+        return busy_host(lag_p99_s(self._page.loop_lag, self._lags[0])) if self._lags else ""
 
     def _seen(self) -> tuple[float, GatewayPage, dict[str, Figures]]:
-        figures = {name: score.figures() for name, score in self._load.scores.items()}
+        figures = {name: tally.score.figures() for name, tally in self._tallies.items()}
         return self._clock() - self._started_s, self._page, figures
 
     def _notes(self) -> list[str]:
@@ -122,6 +142,7 @@ class Show:
             f"metrics   {self._stage.admin_url}/metrics",
             f"status    {self._stage.admin_url}/admin/v1/status",
             f"try       {self._stage.curl}",
+            "end       Ctrl-C, or --for SECONDS; the ten minutes of the trace repeat until then",
         ]
 
     async def _chat(self) -> None:

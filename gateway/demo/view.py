@@ -11,10 +11,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from gateway.demo.tally import Tally
 from gateway.demo.watch import EngineLine, GatewayPage
 from gateway.load.score import Figures
 
 BAR_CELLS = 20
+LATE_S = 0.05
+"""Of the loop, from which on first tokens are late for want of CPU, whatever is scheduled."""
 
 
 def plain_line(elapsed_s: float, page: GatewayPage, figures: Mapping[str, Figures]) -> str:
@@ -44,6 +47,27 @@ def live_view(elapsed_s: float, page: GatewayPage, figures: Mapping[str, Figures
         _engines(page),
         *(Text(note) for note in notes),
     )
+
+
+def busy_host(lag_s: float | None) -> str:
+    """That the host is late, and not the scheduler; "" while it is not. lag_s: of the loop, 99th percentile."""
+    if lag_s is None or lag_s <= LATE_S:
+        return ""
+    return f"this host is too busy: the loop is {lag_s * 1000:.0f} ms late (p99), and every answer with it"
+
+
+def closing_lines(elapsed_s: float, tallies: Mapping[str, Tally], lag_s: float | None) -> list[str]:
+    """What it came to, all in all."""
+    lines = [f"After {elapsed_s:.0f} s:"]
+    for name, tally in tallies.items():
+        of, ttft, sla_s = tally.score.figures(), tally.ttft.spread(), tally.score.ttft_sla_s
+        inside = "" if sla_s is None else f", {_share(of.attained_fraction)} inside the SLA of {_seconds(sla_s)}"
+        lines.append(
+            f"  {name}: {of.sent} requests ({of.completed} done, {of.refused} refused, {of.failed} failed){inside},"
+            f" TTFT p50 {_seconds(ttft.p50_s)} p99 {_seconds(ttft.p99_s)}, {tally.tokens_seen / elapsed_s:.0f} tokens/s"
+        )
+    note = busy_host(lag_s)
+    return [*lines, f"  {note}"] if note else lines
 
 
 def _classes(page: GatewayPage, figures: Mapping[str, Figures]) -> Table:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,11 +26,12 @@ class EngineLine:
 
 @dataclass(slots=True)
 class GatewayPage:
-    """The few numbers that the demo shows."""
+    """The few numbers that the demo shows. loop_lag: how many timers ran no later than so many seconds."""
 
     queued: dict[str, int] = field(default_factory=dict)
     objective_s: dict[str, float] = field(default_factory=dict)
     engines: dict[str, EngineLine] = field(default_factory=lambda: defaultdict(EngineLine))
+    loop_lag: dict[float, float] = field(default_factory=dict)
 
 
 async def read_page(session: aiohttp.ClientSession, admin_url: str) -> GatewayPage:
@@ -46,6 +49,16 @@ def parse_page(text: str) -> GatewayPage:
     return page
 
 
+def lag_p99_s(now: Mapping[float, float], before: Mapping[float, float]) -> float | None:
+    """How late the loop was between two pages, from their buckets as Prometheus takes it; None: no timer ran between them."""
+    counts = [(0.0, 0.0), *((bound_s, count - before.get(bound_s, 0.0)) for bound_s, count in sorted(now.items()))]
+    rank = 0.99 * counts[-1][1]
+    for (low_s, below), (high_s, upto) in pairwise(counts):
+        if upto >= rank > below:
+            return low_s if math.isinf(high_s) else low_s + (high_s - low_s) * (rank - below) / (upto - below)
+    return None
+
+
 def _take(page: GatewayPage, name: str, labels: Labels, value: float) -> None:
     match name:
         case "headrace_queued":
@@ -58,5 +71,7 @@ def _take(page: GatewayPage, name: str, labels: Labels, value: float) -> None:
             page.engines[labels["engine"]].kv_used_fraction = value
         case "headrace_in_flight":
             page.engines[labels["engine"]].in_flight[labels["class"]] = int(value)
+        case "headrace_loop_lag_seconds_bucket":
+            page.loop_lag[float(labels["le"])] = value
         case "headrace_window":
             page.engines[labels["engine"]].window[labels["class"]] = int(value)

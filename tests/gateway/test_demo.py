@@ -25,6 +25,12 @@ SHOWS_BOTH = re.compile(
     r"  bulk: [1-9]\d* open, \d+ queued, \d+ done  [1-9]\d* tokens/s \([1-9]\d* bulk\)"
 )
 
+CLOSING = re.compile(
+    r"^After \d+ s:\n  interactive: \d+ requests \(.* 0 failed\), [\d.]+% inside the SLA of 0\.50 s, TTFT p50 .* tokens/s"
+    r"\n  bulk: \d+ requests \(.* 0 failed\), TTFT p50 .* tokens/s\n",
+    re.MULTILINE,
+)
+
 
 @contextmanager
 def demo(*args: str) -> Iterator[subprocess.Popen[str]]:
@@ -71,6 +77,7 @@ def test_the_demo_shows_both_classes_and_ends_by_itself() -> None:
     assert (process.returncode, err) == (0, "")
     assert SHOWS_BOTH.search(out), out
     assert "curl http://127.0.0.1:18" in out
+    assert CLOSING.search(out), out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -80,9 +87,10 @@ def test_a_stop_signal_ends_everything_it_started_with_exit_code_0(number: signa
         started = children(process.pid)
 
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=30)
 
     assert (process.returncode, err) == (0, "")
+    assert CLOSING.search(out), out
     assert len(started) >= 3, "two engines and a Valkey were expected"
     assert [pid for pid in started if alive(pid)] == []
 

@@ -23,9 +23,11 @@ from gateway.demo.engines import EngineDidNotStart, engine_process
 from gateway.demo.load import Load
 from gateway.demo.ports import free_port
 from gateway.demo.show import Stage
-from gateway.demo.view import live_view, plain_line
-from gateway.demo.watch import GatewayPage, parse_page
+from gateway.demo.tally import Tally
+from gateway.demo.view import busy_host, closing_lines, live_view, plain_line
+from gateway.demo.watch import GatewayPage, lag_p99_s, parse_page
 from gateway.demo.workload import conversation, summarisation
+from gateway.instruments import LOOP_LAG
 from gateway.load.score import RECENT_S, Figures, Score
 from gateway.load.text import prompt_text
 from gateway.replay.trace import Request
@@ -142,8 +144,8 @@ async def test_the_demos_clients_send_the_class_and_lengths_and_count_what_comes
     app = web.Application()
     app.router.add_post("/v1/chat/completions", public.chat)
     async with TestServer(app) as server:
-        load = Load(str(server.make_url("")).rstrip("/"), "m", {"interactive": Score(clock), "bulk": Score(clock)})
-        score = load.scores["interactive"]
+        score = Score(clock)
+        load = Load(str(server.make_url("")).rstrip("/"), "m", {"interactive": score, "bulk": Score(clock)})
 
         await load.interactive(Request(at, 50, 9 - n, class_name="interactive") for n, at in enumerate((0.0, 0.01)))
         while score.completed < 2:
@@ -197,6 +199,45 @@ def test_a_plain_line_holds_both_classes_the_sla_and_the_rate() -> None:
     assert "bulk: 0 open, 24 queued, 0 done" in line
     assert "900 tokens/s (900 bulk)" in line
     assert "\n" not in line
+
+
+def test_the_closing_words_are_of_the_whole_time() -> None:
+    clock = Stepped()
+    tallies = {name: Tally(Score(clock)) for name in ("interactive", "bulk")}
+    tallies["interactive"].score.ttft_sla_s = 0.5
+    for ttft_s in (0.1, 0.9):
+        tallies["interactive"].start()
+        tallies["interactive"].first_token(ttft_s)
+    tallies["bulk"].tokens(4000, None)
+    clock.now_s += 2 * RECENT_S
+
+    first, interactive, bulk = closing_lines(40.0, tallies, 0.01)
+
+    assert first == "After 40 s:"
+    assert "2 requests (0 done, 0 refused, 0 failed), 50.0% inside the SLA of 0.50 s" in interactive
+    assert "TTFT p50 0.10 s p99 0.90 s" in interactive
+    assert bulk.endswith(" 100 tokens/s")
+
+
+def test_a_host_that_is_late_itself_is_named_while_it_is() -> None:
+    telemetry = Telemetry(version="0")
+    lag = telemetry.keep(LOOP_LAG)
+
+    def buckets() -> dict[float, float]:
+        return parse_page(telemetry.render()[0].decode()).loop_lag
+
+    lag.observe(2.0)
+    start = buckets()
+    lag.observe(0.002)
+    calm = buckets()
+    lag.observe(0.2)
+    busy = buckets()
+
+    assert (busy_host(lag_p99_s(start, start)), busy_host(lag_p99_s(calm, start))) == ("", "")
+    assert re.match(
+        r"this host is too busy: the loop is (1[5-9]\d|2[0-4]\d|250) ms late", busy_host(lag_p99_s(busy, start))
+    )
+    assert closing_lines(1.0, {}, lag_p99_s(busy, start))[-1].strip().startswith("this host is too busy")
 
 
 def test_the_live_view_shows_windows_and_cache() -> None:
