@@ -26,7 +26,7 @@ from gateway.replay.alone import alone
 from gateway.replay.figures import Figures, figures
 from gateway.replay.host import EngineSpec
 from gateway.replay.picture import picture
-from gateway.replay.rows import write_rows
+from gateway.replay.rows import COMPLETED, write_rows
 from gateway.replay.trace import TraceError, read_lengths, read_trace, segment
 from gateway.replay.world import Backlog, Plan, Played, replay
 from gateway.settings_file import SettingsError
@@ -93,9 +93,10 @@ def run(args: argparse.Namespace) -> int:
     if args.picture is not None:
         args.picture.write_text(picture(args.trace.name, played, plan.policy), encoding="utf-8")
     if args.json:
-        print(json.dumps(_document(plan, played, found, real_s), indent=1))
+        document = _document(plan, played, found, measured_s=duration_s, real_s=real_s)
+        print(json.dumps(document, indent=1))
     else:
-        _table(args, plan, played, found, real_s)
+        _table(args, plan, played, found, measured_s=duration_s, real_s=real_s)
     return 0
 
 
@@ -165,13 +166,14 @@ def _show(progress: Progress, task: TaskID, at_s: float) -> None:
     progress.update(task, completed=at_s)
 
 
-def _document(plan: Plan, played: Played, found: Figures, real_s: float) -> dict[str, object]:
+def _document(plan: Plan, played: Played, found: Figures, *, measured_s: float, real_s: float) -> dict[str, object]:
     return {
         "requests": len(plan.requests),
         "engines": {engine.name: engine.profile.name for engine in plan.engines},
         "policy": plan.policy.version,
         "seed": plan.seed,
         "replayed_s": played.end_s,
+        "measured_s": measured_s,
         "seconds": real_s,
         "outcomes": _outcomes(played),
         "figures": found.plain(),
@@ -185,10 +187,13 @@ def _outcomes(played: Played) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def _table(args: argparse.Namespace, plan: Plan, played: Played, found: Figures, real_s: float) -> None:
+def _table(
+    args: argparse.Namespace, plan: Plan, played: Played, found: Figures, *, measured_s: float, real_s: float
+) -> None:
     engines = ", ".join(f"{engine.name} ({engine.profile.name})" for engine in plan.engines)
     print(f"{args.trace.name}: {len(plan.requests):,} requests on {engines}")
     print(f"{played.end_s:,.0f} s replayed in {real_s:.1f} s: {played.end_s / max(real_s, 1e-9):,.0f} x real time")
+    print(_measured(args, played, measured_s))
     table = Table()
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -197,3 +202,11 @@ def _table(args: argparse.Namespace, plan: Plan, played: Played, found: Figures,
     for name, count in _outcomes(played).items():
         table.add_row(f"{name} (requests)", f"{count:,}")
     Console().print(table)
+
+
+def _measured(args: argparse.Namespace, played: Played, measured_s: float) -> str:
+    """What the figures per second are over, and what lies outside that."""
+    until = "the last arrival" if args.for_s is None else "--for"
+    after = sum(row.outcome == COMPLETED and row.end_s > measured_s for row in played.rows)
+    later = f"; completed after that: {after:,} (docs/replay.md says which figures count them)" if after else ""
+    return f"measured over {measured_s:,.4g} s, until {until}{later}"

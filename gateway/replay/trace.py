@@ -243,7 +243,7 @@ def _seconds(path: Path, line: int, row: Mapping[str, str]) -> float:
     except (TypeError, ValueError):
         value = math.nan
     if not 0 <= value < math.inf:
-        raise TraceError(f"{path}:{line}: arrival_s is {text!r}; must be seconds >= 0")
+        raise TraceError(f"{path}:{line}: arrival_s is {_found(text)}; must be seconds >= 0")
     return value
 
 
@@ -254,8 +254,13 @@ def _whole(path: Path, line: int, row: Mapping[str, str], column: str) -> int:
     except (TypeError, ValueError):
         value = -1
     if value < 0:
-        raise TraceError(f"{path}:{line}: {column} is {text!r}; must be a whole number >= 0")
+        raise TraceError(f"{path}:{line}: {column} is {_found(text)}; must be a whole number >= 0")
     return value
+
+
+def _found(text: str | None) -> str:
+    """A cell in an error's words; a row that is too short has None there."""
+    return repr(text) if text else "missing"
 
 
 def _tokens(path: Path, line: int, row: Mapping[str, str], column: str) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from gateway.cli import main
+from gateway.replay.figures import Figures
 from gateway.replay.rows import read_rows
 
 TRACE = str(Path(__file__).parents[3] / "tests/data/azure_conv_10min.csv")
@@ -46,6 +48,26 @@ def test_it_prints_a_table_with_the_speed(capsys: pytest.CaptureFixture[str], tm
     told = capsys.readouterr().out
     assert "x real time" in told
     assert "bulk_tokens_per_s" in told
+
+
+def test_what_is_completed_after_the_measured_time_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "short.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,10,20\n1,100,400\n")
+
+    main(["replay", str(trace)])
+    main(["replay", str(trace), "--for", "30"])
+    main(["replay", str(trace), "--json"])
+
+    told = capsys.readouterr().out
+    assert "measured over 1 s, until the last arrival; completed after that: 1 (" in told
+    assert "measured over 30 s, until --for\n" in told
+    assert '"measured_s": 1.0,' in told
+
+
+def test_the_page_defines_every_figure() -> None:
+    page = (Path(__file__).parents[3] / "docs/replay.md").read_text()
+
+    assert [one.name for one in fields(Figures) if f"`{one.name}`" not in page] == []
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_columns_may_come_in_any_order_and_lines_of_licence_are_skipped(tmp_path
         ("arrival_s,prompt_tokens,output_tokens\n1,2,3\n-1,2,3\n", ":3: arrival_s is '-1'; must be seconds >= 0"),
         ("# x\narrival_s,prompt_tokens,output_tokens\nnan,2,3\n", ":3: arrival_s is 'nan'"),
         ("arrival_s,prompt_tokens,output_tokens\n1,2.5,3\n", ":2: prompt_tokens is '2.5'; must be a whole number"),
-        ("arrival_s,prompt_tokens,output_tokens\n1,2\n", ":2: output_tokens is None"),
+        ("arrival_s,prompt_tokens,output_tokens\n1,2\n", ":2: output_tokens is missing; must be a whole number"),
     ],
 )
 def test_a_file_that_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
