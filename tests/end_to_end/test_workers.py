@@ -249,6 +249,25 @@ async def status_of(port: int) -> int:
     return answer.status
 
 
+async def test_a_request_that_waited_at_a_worker_is_found_among_the_deciders_decisions(stage: Stage) -> None:
+    async def waiting() -> float:
+        page = await stage.gateway.metrics()
+        return sum(value for series, value in page.items() if series.startswith("headrace_queued{"))
+
+    async with asyncio.TaskGroup() as group:
+        async with stage.streams(PLACES):
+            late = group.create_task(asked(stage.gateway.port, 1))
+            await until(waiting, lambda works: works == 1)
+
+    (answer,) = late.result()
+    found = [
+        (one["action"], one["engine"])
+        for one in (await stage.gateway.status())["decisions"]
+        if one["work_id"] == answer.one("x-headrace-work")
+    ]
+    assert found[-1] == ("dispatch", answer.one("x-headrace-engine"))
+
+
 async def test_connections_are_shared_evenly(stage: Stage) -> None:
     async with AsyncExitStack() as stack:
         for _ in range(100):
