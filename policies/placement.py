@@ -16,8 +16,10 @@ canaries could run a work it goes there all the same.
 
 An engine whose context is too short for a work gets it only where no engine's is long enough.
 
-Load is works, ours by the ledger plus what others were last seen to run there, plus prompts not yet prefilled, over
-the class's window. It compares engines; it bounds nothing (that is the sizing policy's part).
+Load is works, ours by the ledger plus what others were last seen to run there, plus prompts not yet prefilled, over the works
+that the engine holds: the class's window in requests, or what its window in KV tokens is enough for, if that is less. An engine
+that tells neither is taken for as small as the smallest that does. Load compares engines; it bounds nothing (that is the
+sizing policy's part).
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ NEAR_WORKS = 0.5
 """So do loads within this many works: on a nearly idle engine five per cent is nothing."""
 PREFILL_TOKENS_PER_WORK = 2048
 """Pending prompt tokens that delay a first token about as much as one more running work."""
+KV_TOKENS_PER_WORK = 2048
+"""What a work is taken to hold at its end, where only the window in tokens is told."""
 COMFORT = 0.33
 """A score so low is early enough: still earlier would be nobody's gain, at the cost of bulk on the fastest engine."""
 LEAST_OBJECTIVE_S = 0.05
@@ -59,7 +63,7 @@ class Candidate:
     foreign: float = field(init=False)
     context: float = field(init=False)
     bound: Guard = Guard.NONE
-    _windows: dict[str, int] = field(default_factory=dict)
+    _holds: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.context = _context(self.view)
@@ -81,12 +85,14 @@ class Candidate:
             last_grant_s=now_s,
         )
 
-    def window(self, class_name: str, sizing: SizingPolicy) -> int:
-        """The class's window in requests, which stands during a round; 1 where it has none."""
-        found = self._windows.get(class_name)
-        if found is None:
-            found = self._windows[class_name] = sizing.window(self.view, class_name).requests or 1
-        return found
+    def holds(self, class_name: str, sizing: SizingPolicy) -> float | None:
+        """Works of the class that the engine has room for when it is empty, which stands during a round; None: not known."""
+        if class_name not in self._holds:
+            window = sizing.window(self.view, class_name)
+            by_tokens = None if window.tokens is None else window.tokens / KV_TOKENS_PER_WORK
+            told = [one for one in (window.requests, by_tokens) if one is not None]
+            self._holds[class_name] = max(1.0, min(told)) if told else None
+        return self._holds[class_name]
 
     def load(self) -> float:
         """Works here, ours and foreign, and pending prefill in works; >= 0."""
@@ -166,8 +172,10 @@ def choose(
         for candidate in candidates
         if candidate.context >= wanted
     ]
+    told = [holds for one, *_ in offered if (holds := one.holds(work.class_name, sizing)) is not None]
+    least_holds = min(told, default=1.0)
     if not spread and len(offered) > 1:  # the first with room takes it: a verdict is dear, and most have room
-        offered.sort(key=lambda one: _packing(one[0], one[1], work, sizing), reverse=True)
+        offered.sort(key=lambda one: _packing(one[0], one[1], work, sizing, least_holds), reverse=True)
     open_now: list[Chosen] = []
     for candidate, cached, there in offered:
         verdict = sizing.admit(there, candidate.view, now_s)
@@ -184,16 +192,18 @@ def choose(
         scores = [_score(one, objective_s, sizing) for one in open_now]
         enough = max(COMFORT, min(scores) * (1 + NEAR_FRACTION))
         open_now = [one for one, score in zip(open_now, scores, strict=True) if score <= enough]
-    loads = [_saturation(one.candidate, one.cached_tokens, work, sizing) for one in open_now]
+    loads = [_saturation(one.candidate, one.cached_tokens, work, sizing, least_holds) for one in open_now]
     least, margin = min(loads)
     bound = least + max(least * NEAR_FRACTION, margin)
     near = [one for one, (load, _) in zip(open_now, loads, strict=True) if load <= bound]
     return near[min(int(draw * len(near)), len(near) - 1)]
 
 
-def _packing(candidate: Candidate, cached_tokens: int, work: Work, sizing: SizingPolicy) -> tuple[bool, bool, float]:
+def _packing(
+    candidate: Candidate, cached_tokens: int, work: Work, sizing: SizingPolicy, least_holds: float
+) -> tuple[bool, bool, float]:
     """Where work that can wait goes: spot capacity, then where half of its prompt is cached, then where most is."""
-    load, _ = _saturation(candidate, cached_tokens, work, sizing)
+    load, _ = _saturation(candidate, cached_tokens, work, sizing, least_holds)
     return candidate.view.spot, 2 * cached_tokens > work.prompt_tokens, load
 
 
@@ -213,11 +223,13 @@ def _score(one: Chosen, objective_s: float, sizing: SizingPolicy) -> float:
     return score
 
 
-def _saturation(candidate: Candidate, cached_tokens: int, work: Work, sizing: SizingPolicy) -> tuple[float, float]:
-    """(load over the class's window, NEAR_WORKS over it). Without a window in requests the window counts as 1."""
-    window = candidate.window(work.class_name, sizing)
+def _saturation(
+    candidate: Candidate, cached_tokens: int, work: Work, sizing: SizingPolicy, least_holds: float
+) -> tuple[float, float]:
+    """(load over the works that the engine holds, NEAR_WORKS over them). least_holds: for one that does not tell."""
+    holds = candidate.holds(work.class_name, sizing) or least_holds
     spared = cached_tokens / PREFILL_TOKENS_PER_WORK
-    return (candidate.load() - spared) / window, NEAR_WORKS / window
+    return (candidate.load() - spared) / holds, NEAR_WORKS / holds
 
 
 def _objective_s(work: Work) -> float:

@@ -157,14 +157,14 @@ class StepModel:
     # -- keeping -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Mapping[str, object]:
-        return {"theta": list(self.theta), "budget": self.budget_tokens}
+        """Of the fit in force alone: what the others come to is seen soon enough."""
+        return {"budget": self.budget_tokens, **self._fits[self._at].snapshot()}
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Predict as a predecessor did, until there is something to learn from."""
-        theta, budget = state.get("theta"), state.get("budget", USUAL_BUDGET)
-        if isinstance(theta, list) and len(theta) == 4 and all(_plausible(one) for one in theta) and budget in BUDGETS:
+        """Predict as a predecessor did, and go on learning from there."""
+        budget = state.get("budget", USUAL_BUDGET)
+        if budget in BUDGETS and self._fits[BUDGETS.index(budget)].restore(state):
             self._at = BUDGETS.index(budget)
-            self._fits[self._at].theta = [float(one) for one in theta]
 
     def __repr__(self) -> str:
         base, per_sequence, per_token, prefill = (1000 * one for one in self.theta)
@@ -212,6 +212,25 @@ class _Fit:
         if solve:
             self.theta = [factor * prior for factor, prior in zip(self._solved(), PRIOR, strict=True)]
 
+    def snapshot(self) -> dict[str, object]:
+        """theta for who reads it, the sums to go on from, and what they foretold."""
+        moments = [value for row in self._moments for value in row]
+        return {"theta": list(self.theta), "moments": moments, "products": list(self._products), "miss": self.miss}
+
+    def restore(self, state: Mapping[str, object]) -> bool:
+        """Take over a snapshot; False, and nothing is taken, where it cannot be read. An older release's has no sums: it foretells
+        until the first observation."""
+        theta = _numbers(state.get("theta"), 4)
+        if theta is None:
+            return False
+        self.theta = theta
+        moments, products = _numbers(state.get("moments"), 16), _numbers(state.get("products"), 4)
+        miss = _numbers([state.get("miss")], 1)
+        if moments is not None and products is not None and miss is not None:
+            self._moments = [moments[at : at + 4] for at in range(0, 16, 4)]
+            self._products, self.miss = products, miss[0]
+        return True
+
     def _solved(self) -> list[float]:
         """Coefficients over their priors: least squares with the ridge, those that would be negative held at 0."""
         slower = self._slower()
@@ -237,6 +256,13 @@ def ttft_row(pending_tokens: float, sequences: float, context_tokens: float, bud
 def ttft_steps(pending_tokens: float, budget_tokens: int) -> float:
     """Half a step under way, then one for each chunk of prompts."""
     return 0.5 + math.ceil(max(1.0, pending_tokens) / budget_tokens)
+
+
+def _numbers(value: object, count: int) -> list[float] | None:
+    """A list of so many numbers that a model may consist of; None for anything else."""
+    if not isinstance(value, list) or len(value) != count or not all(map(_plausible, value)):
+        return None
+    return [float(one) for one in value]
 
 
 def _plausible(value: object) -> bool:

@@ -59,6 +59,28 @@ def test_what_was_learned_is_predicted_again_by_a_successor() -> None:
     assert successor.ttft_s(7000, 50, 60_000) == model.ttft_s(7000, 50, 60_000)
 
 
+def test_a_successor_goes_on_learning_from_what_was_learned() -> None:
+    model, successor = taught(StepModel(), 1500, budget=8192), StepModel()
+    successor.restore(json.loads(json.dumps(model.snapshot())))
+
+    for one in (model, successor):
+        one.saw_gap(true_s((1, 50, 60_000, 0)), 50, 60_000, 0)
+
+    assert successor.theta == pytest.approx(model.theta)
+
+
+@pytest.mark.parametrize("odd", [{"moments": [1.0] * 15}, {"products": [-1.0] * 4}, {"miss": "0.1"}, {"moments": None}])
+def test_of_a_snapshot_whose_sums_cannot_be_read_the_coefficients_are_taken(odd: dict[str, object]) -> None:
+    model, successor = taught(StepModel(), 200), StepModel()
+
+    successor.restore({**json.loads(json.dumps(model.snapshot())), **odd})
+    foretold = list(successor.theta)
+    successor.saw_gap(0.02, 5, 5000, 0)
+
+    assert foretold == model.theta
+    assert all(math.isfinite(one) and one >= 0 for one in successor.theta)
+
+
 def test_an_engine_of_unknown_speed_is_known_to_be_uncertain() -> None:
     assert StepModel().error > 0.5
 
