@@ -20,8 +20,9 @@ from policies.estimators.alone import Alone
 from policies.estimators.pace import Pace
 from policies.estimators.prefix_caches import PrefixCaches
 from policies.ordering import TenantCounters, urgent
+from policies.ordering.crowd import Crowd
 from policies.ordering.feasibility import Outlook
-from policies.ordering.shedding import Infeasible, Shedding
+from policies.ordering.shedding import Infeasible, Shedding, crowding
 from policies.preemption import by_memory, plan_recalls
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, SizingPolicy
@@ -60,6 +61,7 @@ class Planner:
         "_alone",
         "_caches",
         "_clock",
+        "_crowd",
         "_ledger",
         "_meter",
         "_pace",
@@ -99,14 +101,19 @@ class Planner:
         self._pace = Pace()
         self._alone = Alone()
         self._caches = PrefixCaches()
+        self._crowd = Crowd()
         self._shedding = Shedding()
 
     def place(self, work: Work, policy: Policy, now_s: float) -> Placement | None:
-        """Where a work that nothing waits before starts; None: nowhere now."""
+        """Where a work that nothing waits before starts; None: nowhere now, or it is a round's to refuse it."""
         begun_s = self._clock.now_s()
         views = self._roster.views(begun_s)
         draw = self._rng.random()
-        placement = place_one(work, views, self._sizing, policy, now_s, draw, tenants=self.tenants, caches=self._caches)
+        placement = None
+        if not (work.deadline_s is not None and self._crowd.long(work) and self._crowds(work, views, policy, now_s)):
+            placement = place_one(
+                work, views, self._sizing, policy, now_s, draw, tenants=self.tenants, caches=self._caches
+            )
         self._meter.decided("arrival", self._clock.now_s() - begun_s)
         return placement
 
@@ -186,6 +193,8 @@ class Planner:
                 work = self._caches.granted(event.engine, work, event.attempt)
                 event = replace(event, work=work)
                 self._pace.granted(event.engine, work, event.attempt, at_s)
+                if event.attempt == 1:
+                    self._crowd.came(work, at_s)
             case FirstToken():
                 if not self._caches.first_token(work.id, event.attempt):
                     self._alone.first_token(work.model, work.prompt_tokens, event.engine_ttft_s)
@@ -211,15 +220,20 @@ class Planner:
         """What a prompt of this size takes to its first token on an idle engine; None: nobody has seen one yet."""
         return self._alone.seconds(model, prompt_tokens)
 
+    def _crowds(self, work: Work, views: Sequence[EngineView], policy: Policy, now_s: float) -> bool:
+        """Others would be late for it, were it taken in."""
+        return crowding(work, Outlook((), views, self._pace, now_s), self._crowd, policy, now_s) is not None
+
     def _refuse_infeasible(self, outlook: Outlook, policy: Policy, now_s: float) -> set[str]:
         """Refuse what cannot be in time where its class says so; ids of those that heard it. Works of other processes
         keep their place behind the rest: their owners give them up at their deadlines."""
         refused: set[str] = set()
-        for one in self._shedding.refusals(outlook, policy, now_s):
+        for one in self._shedding.refusals(outlook, self._crowd, policy, now_s):
             work = one.work
             if not self._refuse(one):
                 continue
             refused.add(work.id)
+            self._crowd.came(work, now_s)
             self._shedding.refused(work.tenant, now_s, by_size=one.by_size)
             self._sink(one.decision(policy, now_s))
         return refused

@@ -37,6 +37,19 @@ def infeasible(work: Work, one: ClassPolicy, retry_s: int, predicted_ttft_s: flo
     )
 
 
+def crowding(work: Work, takes_s: float, most_s: float, retry_s: int) -> Refusal:
+    """Others would be late for it. takes_s: that it would keep the engines; most_s: that they can be kept for now."""
+    return Refusal(
+        429,
+        f"this prompt would keep the engines for {takes_s:.1f} s, and others of class {work.class_name} that are expected meanwhile "
+        f"would be late: at most {most_s:.1f} s now; send it in a class without an objective, or retry in {retry_s} s",
+        "rate_limit_error",
+        "crowding",
+        retry_after_s=retry_s,
+        predicted_ttft_s=takes_s,
+    )
+
+
 def wait_too_long(timer: str, bound_s: float, retry_s: int) -> Refusal:
     """It waited for as long as it may. timer: the name of what bounds it."""
     return Refusal(

@@ -349,6 +349,8 @@ class Service:
             raise refusals.infeasible(work, one, spread_retry_s(wait, draw=self._rng.random()), None)
         predicted_s = self._clock.now_s() - exchange.accepted_s + infeasible.first_token_in_s
         retry_s = spread_retry_s(infeasible.feasible_in_s, draw=self._rng.random())
+        if infeasible.most_s is not None:
+            raise refusals.crowding(work, infeasible.first_token_in_s, infeasible.most_s, retry_s)
         raise refusals.infeasible(work, one, retry_s, predicted_s)
 
     def _degraded(self, work: Work, degrade: Degrade) -> Work:

@@ -142,6 +142,10 @@ class Outlook:
         late.sort(key=lambda work: not policy.late_for_long(work, now_s))
         return [*self.triage.hopeful, *late, *others]
 
+    def seconds_per_token(self, model: str) -> float | None:
+        """Of each of `prefill_tokens`, the idle pool to itself; None: not known."""
+        return self._per_token_s.get(model)
+
     def alone_s(self, work: Work) -> float | None:
         """Prefill time on the idle pool; None: not known."""
         each_s = self._per_token_s.get(work.model)

@@ -7,9 +7,11 @@ has long prompts. So a work is refused
 * when it could not be in time even alone on the idle pool any more: it has waited too long;
 * when it came last, and those before it leave no time for it;
 * when it was given up for its length, at most SHARE_BY_SIZE of its tenant's requests of the last minute. Beyond that it
-  waits behind the others, and may be lucky.
+  waits behind the others, and may be lucky;
+* when it is so long that more than one of those to come would be late for it (`policies.ordering.crowd`); it counts as given up
+  for its length. Not where the class says `degrade`: a shorter answer has the same prompt.
 
-In the latter two it has to be late also if the engines were faster than predicted by far (CERTAIN). Order is decided with
+In the second and the third it has to be late also if the engines were faster than predicted by far (CERTAIN). Order is decided with
 margins on the safe side, since they cost nothing there; a refusal gives up a work that might have been in time.
 
 Never refused: a work that an engine had already (it was promised), and one whose prompt is too long to be in time on the
@@ -23,6 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from policies.ordering.crowd import Crowd
 from policies.ordering.feasibility import SPARE, STRETCH, Outlook, latest_s
 from policies.schema import Policy
 from policies.vocabulary import Action, Decision, Guard, GuardReading, Work
@@ -37,20 +40,25 @@ TENANTS_KEPT = 4096
 @dataclass(frozen=True, slots=True)
 class Infeasible:
     """Why a work is refused. first_token_in_s: as predicted, from now; feasible_in_s: when one like it could be in time;
-    by_size: for its length, while others that came later stay."""
+    by_size: for its length, while others that came later stay; most_s: it could be in time, and would keep the engines for
+    longer than this; None: it could not."""
 
     work: Work
     first_token_in_s: float
     feasible_in_s: float
     by_size: bool
+    most_s: float | None = None
 
     def decision(self, policy: Policy, now_s: float) -> Decision:
-        """The record of the refusal: the time to its first token against what its objective leaves, from acceptance."""
-        work = self.work
-        value = now_s - work.accepted_s + self.first_token_in_s
-        reading = GuardReading(Guard.TTFT, value, latest_s(work) - work.accepted_s, passed=False)
+        """The record of the refusal: the time to its first token against what its objective leaves, from acceptance; or the time
+        for which it would keep the engines against what others can bear."""
+        work, reason = self.work, "infeasible"
+        value, threshold = now_s - work.accepted_s + self.first_token_in_s, latest_s(work) - work.accepted_s
+        if self.most_s is not None:
+            value, threshold, reason = self.first_token_in_s, self.most_s, "crowding"
+        reading = GuardReading(Guard.TTFT, value, threshold, passed=False)
         return Decision(
-            Action.SHED, now_s, policy.version, work.class_name, "", work.id, Guard.TTFT, (reading,), "infeasible"
+            Action.SHED, now_s, policy.version, work.class_name, "", work.id, Guard.TTFT, (reading,), reason
         )
 
 
@@ -70,13 +78,17 @@ class Shedding:
         """A request of the tenant was refused as infeasible."""
         self._count(tenant, now_s, by_size=by_size)
 
-    def refusals(self, outlook: Outlook, policy: Policy, now_s: float) -> list[Infeasible]:
+    def refusals(self, outlook: Outlook, crowd: Crowd, policy: Policy, now_s: float) -> list[Infeasible]:
         """Who is to be refused now. Changes nothing."""
         found: list[Infeasible] = []
         spent: dict[str, int] = {}
+        for work in outlook.triage.hopeful:
+            one = crowding(work, outlook, crowd, policy, now_s) if crowd.long(work) else None
+            if one is not None and self._may(work.tenant, spent.get(work.tenant, 0), now_s):
+                spent[work.tenant] = spent.get(work.tenant, 0) + 1
+                found.append(one)
         for work in outlook.triage.given_up:
-            one = policy.class_policy(work.class_name)
-            if one.on_infeasible == "late" or work.attempt:
+            if policy.class_policy(work.class_name).on_infeasible == "late" or work.attempt:
                 continue
             alone_s, first_s = outlook.alone_s(work), outlook.first_token_in_s(work)
             objective_s = policy.objective_s(work)
@@ -112,3 +124,21 @@ class Shedding:
 
     def __repr__(self) -> str:
         return f"<Shedding tenants={len(self._seen)}>"
+
+
+def crowding(work: Work, outlook: Outlook, crowd: Crowd, policy: Policy, now_s: float) -> Infeasible | None:
+    """Why a work that could be in time is refused for those who are to come; None: it is not."""
+    takes_s, each_s = outlook.alone_s(work), outlook.seconds_per_token(work.model)
+    if (
+        takes_s is None
+        or each_s is None
+        or work.attempt
+        or policy.class_policy(work.class_name).on_infeasible != "shed"
+    ):
+        return None
+    most_s = crowd.most_s(work.model, each_s, now_s)
+    if takes_s <= most_s:
+        return None
+    return Infeasible(
+        work, takes_s, crowd.allowed_in_s(work.model, takes_s, each_s, now_s), by_size=True, most_s=most_s
+    )

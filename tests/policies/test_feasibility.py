@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from policies.dispatching import plan_round
 from policies.estimators.pace import ATTENTION_TOKENS, TAKEN_IN_FACTOR, Pace, prefill_tokens
 from policies.limits import LIMITS
+from policies.ordering.crowd import Crowd
 from policies.ordering.feasibility import SPARE, STRETCH, Outlook, triage
 from policies.ordering.shedding import SHARE_BY_SIZE, Infeasible, Shedding
 from policies.vocabulary import Action, Guard, Work
@@ -232,7 +233,7 @@ def test_bulk_that_runs_whole_makes_a_class_refuse_works_only_while_it_is_taken_
 
     outlook = Outlook([asked], [engine(prefill_tokens=30 * 3000)], pace, NOW_S)
 
-    assert len(Shedding().refusals(outlook, SHEDS, NOW_S)) == refused_
+    assert len(Shedding().refusals(outlook, Crowd(), SHEDS, NOW_S)) == refused_
 
 
 def test_who_has_been_late_for_long_goes_before_others_that_are_given_up() -> None:
@@ -268,7 +269,7 @@ def refused(
 ) -> list[Infeasible]:
     works = sorted(works, key=lambda one: (one.deadline_s or 0.0, one.id))
     outlook = Outlook(works, [engine(prefill_tokens=prefill_tokens)], paced(), now_s)
-    return (Shedding() if shedding is None else shedding).refusals(outlook, SHEDS, now_s)
+    return (Shedding() if shedding is None else shedding).refusals(outlook, Crowd(), SHEDS, now_s)
 
 
 def test_what_comes_last_behind_too_many_is_refused_with_the_time_that_it_would_take() -> None:
@@ -315,13 +316,13 @@ def test_a_class_that_would_rather_be_late_is_never_refused() -> None:
     works = [due(0, prompt_tokens=300, within_s=1.0)]
     outlook = Outlook(works, [engine(prefill_tokens=9000)], paced(), NOW_S)
 
-    assert not Shedding().refusals(outlook, policy(), NOW_S)
+    assert not Shedding().refusals(outlook, Crowd(), policy(), NOW_S)
 
 
 def test_without_a_pace_nobody_is_refused() -> None:
     outlook = Outlook([due(0, prompt_tokens=300, within_s=1.0)], [engine(prefill_tokens=9000)], Pace(), NOW_S)
 
-    assert not Shedding().refusals(outlook, SHEDS, NOW_S)
+    assert not Shedding().refusals(outlook, Crowd(), SHEDS, NOW_S)
 
 
 def test_long_prompts_are_refused_for_their_length_in_a_twentieth_of_their_tenants_requests_at_most() -> None:

@@ -12,7 +12,7 @@ from policies.estimators.prefix_caches import PrefixCaches
 from policies.limits import build
 from policies.limits.fixed import FixedLimits
 from policies.placement import Candidate, able, choose, eligible
-from policies.sizing import SizingPolicy
+from policies.sizing import SizingPolicy, Window
 from policies.vocabulary import EngineState, EngineView, Guard, GuardReading, Verdict, Work
 from tests.policies.worlds import NOW_S, engine, fresh, policy, work
 
@@ -195,6 +195,54 @@ def test_a_small_engine_is_full_earlier_than_a_large_one() -> None:
 
     assert found is not None
     assert found.candidate.view.name == "large"
+
+
+class Holding(FixedLimits):
+    """Tells the windows given, by engine."""
+
+    def __init__(self, windows: Mapping[str, Window]) -> None:
+        super().__init__(POLICY)
+        self._told = windows
+
+    def window(self, engine: EngineView, class_name: str) -> Window:
+        return self._told[engine.name]
+
+
+@pytest.mark.parametrize(
+    ("large", "small"),
+    [
+        (Window(tokens=400_000), Window(requests=128, tokens=41_000)),
+        (Window(tokens=400_000), Window(tokens=41_000)),
+        (Window(requests=64), Window(requests=8)),
+    ],
+    ids=["seats told by the small one alone", "no seats told", "seats told"],
+)
+def test_engines_are_compared_by_what_they_hold_whatever_they_tell_of_it(large: Window, small: Window) -> None:
+    """With seats told by one of two engines alone, that one got nearly all: vLLM tells none, TGI does."""
+    sizing = Holding({"large": large, "small": small})
+
+    def taken_by(on_large: int, on_small: int) -> str | None:
+        views = [engine("large", {"chat": on_large}), engine("small", {"chat": on_small})]
+        return chosen(work("w"), views, spread=True, sizing=sizing)
+
+    assert taken_by(8, 4) == "large"
+    assert taken_by(30, 1) == "small"
+
+
+def test_an_engine_that_does_not_tell_what_it_holds_is_taken_for_as_small_as_the_smallest() -> None:
+    sizing = Holding({"e0": Window(), "e1": Window(requests=8), "e2": Window(requests=80)})
+    views = [engine("e0", {"chat": 2}), engine("e1", {"chat": 4}), engine("e2", {"chat": 30})]
+
+    assert chosen(work("w"), views, spread=True, sizing=sizing) == "e0"
+    assert (
+        chosen(
+            work("w"),
+            [engine("e0", {"chat": 2}), engine("e3", {"chat": 9})],
+            spread=True,
+            sizing=Holding({"e0": Window(), "e3": Window()}),
+        )
+        == "e0"
+    )
 
 
 def test_a_work_finds_no_engine_where_all_are_full() -> None:

@@ -364,6 +364,23 @@ def test_of_an_engine_without_a_prefix_cache_predictions_count_on_nothing_after_
     assert max(expected[-20:]) < 100
 
 
+@pytest.mark.parametrize(("on_infeasible", "late"), [("shed", 0), ("late", 5)])
+def test_a_prompt_that_would_make_those_to_come_late_is_refused_though_nothing_waits(
+    on_infeasible: str, late: int
+) -> None:
+    people = [Request(number / 3, 2000, 20, class_name="interactive") for number in range(200)]
+    giant = Request(50.1, 100_000, 20, class_name="interactive")
+    rules = policy("token_ledger", more=f", ttft_sla_per_1k_tokens_s: 0.2, on_infeasible: {on_infeasible}")
+
+    played = replay(Plan(ENGINE, rules, sorted([*people, giant], key=lambda one: one.arrival_s)), QUIET)
+
+    rows = [row for row in played.rows if row.prompt_tokens == 2000]
+    (one,) = (row for row in played.rows if row.prompt_tokens != 2000)
+    assert one.outcome == ("shed" if on_infeasible == "shed" else COMPLETED)
+    too_late = sum(row.first_token_s is None or row.first_token_s - row.arrival_s > 1.4 for row in rows)
+    assert (too_late >= late) if late else (too_late == 0)
+
+
 def test_bulk_that_may_wait_a_while_costs_half_the_energy() -> None:
     rng, arrivals, at_s = random.Random(1), [], 0.0
     while at_s < 120:
