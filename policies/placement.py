@@ -16,8 +16,8 @@ canaries could run a work it goes there all the same.
 
 An engine whose context is too short for a work gets it only where no engine's is long enough.
 
-Load is works, ours by the ledger plus what others were last seen to run there, plus prompts not yet prefilled, over the works
-that the engine holds: the class's window in requests, or what its window in KV tokens is enough for, if that is less. An engine
+Load is works, ours by the ledger plus what others were last seen to run there, plus prompts not yet prefilled; for the least
+loaded it is that over the works that the engine holds: the class's window in requests, or what its window in KV tokens is enough for, if that is less. An engine
 that tells neither is taken for as small as the smallest that does. Load compares engines; it bounds nothing (that is the
 sizing policy's part).
 """
@@ -172,10 +172,8 @@ def choose(
         for candidate in candidates
         if candidate.context >= wanted
     ]
-    told = [holds for one, *_ in offered if (holds := one.holds(work.class_name, sizing)) is not None]
-    least_holds = min(told, default=1.0)
     if not spread and len(offered) > 1:  # the first with room takes it: a verdict is dear, and most have room
-        offered.sort(key=lambda one: _packing(one[0], one[1], work, sizing, least_holds), reverse=True)
+        offered.sort(key=lambda one: _packing(one[0], one[1], work), reverse=True)
     open_now: list[Chosen] = []
     for candidate, cached, there in offered:
         verdict = sizing.admit(there, candidate.view, now_s)
@@ -192,6 +190,8 @@ def choose(
         scores = [_score(one, objective_s, sizing) for one in open_now]
         enough = max(COMFORT, min(scores) * (1 + NEAR_FRACTION))
         open_now = [one for one, score in zip(open_now, scores, strict=True) if score <= enough]
+    told = [holds for one, *_ in offered if (holds := one.holds(work.class_name, sizing)) is not None]
+    least_holds = min(told, default=1.0)
     loads = [_saturation(one.candidate, one.cached_tokens, work, sizing, least_holds) for one in open_now]
     least, margin = min(loads)
     bound = least + max(least * NEAR_FRACTION, margin)
@@ -199,11 +199,10 @@ def choose(
     return near[min(int(draw * len(near)), len(near) - 1)]
 
 
-def _packing(
-    candidate: Candidate, cached_tokens: int, work: Work, sizing: SizingPolicy, least_holds: float
-) -> tuple[bool, bool, float]:
-    """Where work that can wait goes: spot capacity, then where half of its prompt is cached, then where most is."""
-    load, _ = _saturation(candidate, cached_tokens, work, sizing, least_holds)
+def _packing(candidate: Candidate, cached_tokens: int, work: Work) -> tuple[bool, bool, float]:
+    """Where work that can wait goes: spot capacity, then where half of its prompt is cached, then where most is, whatever else
+    would fit there: what is free elsewhere is free for people."""
+    load = candidate.load() - cached_tokens / PREFILL_TOKENS_PER_WORK
     return candidate.view.spot, 2 * cached_tokens > work.prompt_tokens, load
 
 
