@@ -5,6 +5,7 @@ Offline: the build backend and every dependency come from the environment that r
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -47,7 +48,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(program: Path, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(program), *args], capture_output=True, text=True, timeout=60, cwd=cwd)
+    """Without PYTHONPATH, by which another tree's modules would be found in place of those installed."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([str(program), *args], capture_output=True, text=True, timeout=60, cwd=cwd, env=env)
 
 
 def test_the_wheel_owns_exactly_our_three_packages(wheel: Path) -> None:
