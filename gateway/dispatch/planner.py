@@ -26,7 +26,7 @@ from policies.ordering.shedding import Infeasible, Shedding, crowding
 from policies.preemption import by_memory, plan_recalls
 from policies.schema import Policy
 from policies.sizing import Finished, FirstToken, Granted, SizingPolicy
-from policies.vocabulary import Decision, DispatchBatch, EngineView, Work
+from policies.vocabulary import Decision, DispatchBatch, EngineState, EngineView, Work
 
 BATCHES_KEPT = 64
 
@@ -134,7 +134,7 @@ class Planner:
             and (name not in full.shut or one.on_infeasible != "late" or by_memory(full.refusals[name].values()))
             for name, one in ((name, policy.class_policy(name)) for name in names)
         ):
-            by_deadline = self._caches.waiting(urgent(waiting, policy, self.tenants), now_s)
+            by_deadline = self._caches.waiting(urgent(waiting, policy, self.tenants), _up(views), now_s)
             outlook = Outlook(by_deadline, views, self._pace, now_s, never=policy.relative)
             due = outlook.order(policy)
             if refused := self._refuse_infeasible(outlook, policy, now_s):
@@ -222,6 +222,7 @@ class Planner:
 
     def _crowds(self, work: Work, views: Sequence[EngineView], policy: Policy, now_s: float) -> bool:
         """Others would be late for it, were it taken in."""
+        (work,) = self._caches.waiting([work], _up(views), now_s)
         return crowding(work, Outlook((), views, self._pace, now_s), self._crowd, policy, now_s) is not None
 
     def _refuse_infeasible(self, outlook: Outlook, policy: Policy, now_s: float) -> set[str]:
@@ -230,10 +231,15 @@ class Planner:
         refused: set[str] = set()
         for one in self._shedding.refusals(outlook, self._crowd, policy, now_s):
             work = one.work
-            if not self._refuse(one):
+            if not self._caches.looked_for(work) or not self._refuse(one):
                 continue
             refused.add(work.id)
-            self._crowd.came(work, now_s)
+            if policy.class_policy(work.class_name).on_infeasible == "shed":  # else it comes again
+                self._crowd.came(work, now_s)
             self._shedding.refused(work.tenant, now_s, by_size=one.by_size)
             self._sink(one.decision(policy, now_s))
         return refused
+
+
+def _up(views: Sequence[EngineView]) -> frozenset[str]:
+    return frozenset(view.name for view in views if view.state is EngineState.UP)

@@ -50,7 +50,11 @@ def facts_of(told: Told) -> Iterator[tuple[str, str]]:
     for name, fact in told.facts.items():
         suffix = next((suffix for suffix in UNITS if name.endswith(suffix)), "")
         numbers = [] if isinstance(fact, str) else fact if isinstance(fact, Sequence) else [fact]
-        value = fact if isinstance(fact, str) else ",".join(f"{number:.4g}" for number in numbers)
+        value = (
+            fact
+            if isinstance(fact, str)
+            else ",".join(f"{number}" if isinstance(number, int) else f"{number:.4g}" for number in numbers)
+        )
         yield name.removesuffix(suffix).replace("_", " "), value + UNITS.get(suffix, "")
 
 

@@ -14,7 +14,7 @@ A work that waits is taken to go where most of it is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -33,6 +33,8 @@ RESTARTED_S = 1.0
 """A start time that moves by more is another process's."""
 LOOKED_FOR_S = 1.0
 """A waiting work's tokens are looked for again after so long."""
+MUCH = 0.1
+"""Of a prompt: with less of it cached its first token takes as long as any of its length."""
 LOOKS = 16
 """Waiting works that are looked for at once: a round has a millisecond, and there may be hundreds of them."""
 WAITING_KEPT = 8192
@@ -123,12 +125,12 @@ class PrefixCaches:
         return there
 
     def first_token(self, work_id: str, attempt: int) -> bool:
-        """An attempt's prompt has been computed. Whether some of it may have been there."""
+        """An attempt's prompt has been computed. Whether much of it may have been there."""
         one = self._attempts.get((work_id, attempt))
         if one is not None and one.due:
             one.due = False
             self._of(one.engine).trust.taken_in(one.expected_tokens)
-        return one is not None and one.expected_tokens > 0
+        return one is not None and one.expected_tokens > MUCH * one.work.prompt_tokens
 
     def ended(self, engine: str, work: Work, attempt: int, outcome: Outcome | None) -> Work:
         """An attempt is over; the work as it was granted."""
@@ -170,9 +172,9 @@ class PrefixCaches:
         expected = _tokens(work, one.levels(work))
         return one.probable(expected), _with(work, one.counted_on(expected))
 
-    def waiting(self, works: Iterable[Work], now_s: float) -> list[Work]:
+    def waiting(self, works: Iterable[Work], up: Collection[str], now_s: float) -> list[Work]:
         """Works that wait, as predictions are to take them where most of each is. Looks for LOOKS of them at most; the
-        others are as they were last found."""
+        others are as they were last found. up: engines that may take works."""
         kept, looks = self._waiting, LOOKS
         if len(kept) > WAITING_KEPT:
             kept.clear()
@@ -182,15 +184,19 @@ class PrefixCaches:
                 until_s, there = kept.get(work.id, _NOT_LOOKED_FOR)
                 if looks and (until_s <= now_s or there.attempt != work.attempt):
                     looks -= 1
-                    there = _with(work, self._most(work))
+                    there = _with(work, self._most(work, up))
                     kept[work.id] = now_s + LOOKED_FOR_S, there
                 found.append(there if there.attempt == work.attempt else work)
             else:
                 found.append(work)
         return found
 
-    def _most(self, work: Work) -> int:
-        told = (one for one in self._engines.values() if one.trust.told)
+    def looked_for(self, work: Work) -> bool:
+        """What can be known of the work is known: it has no beginnings, or `waiting` has looked for them."""
+        return not work.prefix or work.id in self._waiting
+
+    def _most(self, work: Work, up: Collection[str]) -> int:
+        told = (one for name, one in self._engines.items() if one.trust.told and name in up and name not in work.avoid)
         return max((one.counted_on(_tokens(work, one.levels(work))) for one in told), default=0)
 
     def _of(self, engine: str) -> _Engine:

@@ -55,6 +55,8 @@ BETTER = 0.9
 """A budget replaces the one in force when its error is this part of that one's."""
 SOLVE_EVERY = 8
 """Observations between two solutions of the fits that are not in force, and between two looks for a better one."""
+MOST_PLAUSIBLE = 1e9
+"""Seconds, or sums of relative weights: far above what was ever seen, and far below what cannot be reckoned with."""
 Row = tuple[float, float, float, float]
 
 
@@ -227,9 +229,22 @@ class _Fit:
         moments, products = _numbers(state.get("moments"), 16), _numbers(state.get("products"), 4)
         miss = _numbers([state.get("miss")], 1)
         if moments is not None and products is not None and miss is not None:
-            self._moments = [moments[at : at + 4] for at in range(0, 16, 4)]
-            self._products, self.miss = products, miss[0]
+            before = self._moments, self._products
+            self._moments, self._products = [moments[at : at + 4] for at in range(0, 16, 4)], products
+            if self._solvable():
+                self.miss = miss[0]
+            else:
+                self._moments, self._products = before
         return True
+
+    def _solvable(self) -> bool:
+        """The sums are such as observations make: symmetric, and with a solution."""
+        if any(self._moments[i][j] != self._moments[j][i] for i in range(4) for j in range(i)):
+            return False
+        try:
+            return all(map(_plausible, self._solved()))
+        except ArithmeticError:
+            return False
 
     def _solved(self) -> list[float]:
         """Coefficients over their priors: least squares with the ridge, those that would be negative held at 0."""
@@ -266,4 +281,4 @@ def _numbers(value: object, count: int) -> list[float] | None:
 
 
 def _plausible(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and 0 <= value <= MOST_PLAUSIBLE

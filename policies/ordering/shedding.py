@@ -112,7 +112,7 @@ class Shedding:
     def _may(self, tenant: str, spent: int, now_s: float) -> bool:
         """Whether one more of the tenant's requests may be refused for its length."""
         seen, by_size, at_s = self._seen.get(tenant, (0.0, 0.0, now_s))
-        fade = math.exp((at_s - now_s) / FADES_IN_S)
+        fade = math.exp(min(0.0, at_s - now_s) / FADES_IN_S)
         return by_size * fade + spent + 1 <= max(1.0, SHARE_BY_SIZE * (seen * fade + spent))
 
     def _count(self, tenant: str, now_s: float, *, by_size: bool) -> None:
@@ -129,12 +129,10 @@ class Shedding:
 def crowding(work: Work, outlook: Outlook, crowd: Crowd, policy: Policy, now_s: float) -> Infeasible | None:
     """Why a work that could be in time is refused for those who are to come; None: it is not."""
     takes_s, each_s = outlook.alone_s(work), outlook.seconds_per_token(work.model)
-    if (
-        takes_s is None
-        or each_s is None
-        or work.attempt
-        or policy.class_policy(work.class_name).on_infeasible != "shed"
-    ):
+    name = work.class_name
+    if takes_s is None or each_s is None or work.attempt or name in policy.relative:
+        return None
+    if policy.class_policy(name).on_infeasible != "shed":
         return None
     most_s = crowd.most_s(work.model, each_s, now_s)
     if takes_s <= most_s:

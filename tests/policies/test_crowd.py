@@ -126,3 +126,16 @@ def test_the_time_of_works_that_are_told_late_does_not_run_backwards() -> None:
     seen.came(due("old", USUAL_TOKENS, at_s=NOW_S - 5), NOW_S - 5)
 
     assert seen.most_s("m", PER_TOKEN_S, NOW_S) == pytest.approx(before, rel=0.01)
+
+
+def test_a_class_that_promises_a_slowdown_refuses_nobody() -> None:
+    relative = policy("version: 1\nclasses: {chat: {ttft_slowdown: 1.3, on_infeasible: shed}}\n")
+
+    assert not refused(due("long", 50_000, within_s=30.0), crowd(2.0), by=relative)
+
+
+def test_a_clock_that_steps_back_breaks_no_refusal() -> None:
+    shedding = Shedding()
+    shedding.granted("t", NOW_S + 50_000)
+
+    assert refused(due("long", 50_000, within_s=30.0), crowd(2.0), shedding=shedding)

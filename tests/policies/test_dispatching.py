@@ -16,7 +16,7 @@ from policies.dispatching import LOOK_AHEAD, MOST_PLACED, Placement, look_for_ro
 from policies.estimators.prefix_caches import PrefixCaches
 from policies.limits import build
 from policies.ordering import TenantCounters, late_by_class
-from policies.placement import able, eligible
+from policies.placement import eligible, suited
 from policies.schema import PRESSING_FRACTION, Policy
 from policies.sizing import LearnedStep, SizingEvent, Window
 from policies.vocabulary import Action, EngineState, EngineView, Guard, GuardReading, Verdict, Work
@@ -117,7 +117,7 @@ def test_what_could_still_start_is_not_left_waiting(waiting: list[Work], views: 
     after = [replace(view, in_flight=full[view.name], extra_sequences=extra[view.name]) for view in views]
     left = [one for one in waiting if one.id not in ids(placements)]
     assert not [
-        one for one in left for view in after if view in able(one, after) and SIZING.admit(one, view, NOW_S).admitted
+        one for one in left for view in after if view in suited(one, after) and SIZING.admit(one, view, NOW_S).admitted
     ]
 
 
@@ -359,7 +359,7 @@ def test_a_longer_prompt_of_which_more_is_cached_is_asked_for_behind_one_that_fi
     caches.heard(replace(engine(), prefix_hits_total=fresh(0.0)))
     caches.granted("e0", replace(work("earlier", prompt_tokens=900), prefix="a.b.c"), 1)
     waiting = [work("whole", prompt_tokens=600), replace(work("known", prompt_tokens=900), prefix="a.b.c")]
-    due = caches.waiting(waiting, NOW_S)
+    due = caches.waiting(waiting, {"e0"}, NOW_S)
 
     placed, _ = plan_batches(waiting, [engine()], Computing(450), POLICY, NOW_S, 0.5, due=due, caches=caches)
 

@@ -776,8 +776,9 @@ def test_an_eviction_by_the_engine_cuts_the_window_and_a_second_one_halves_the_r
     assert needs[1] > needs[0]
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_the_window_of_a_new_engine_grows_only_once_it_has_shown_a_token(streams: bool) -> None:
+@pytest.mark.parametrize(("streams", "output_tokens"), [(True, 50), (False, 50), (False, 0)])
+def test_the_window_of_a_new_engine_grows_only_once_it_has_shown_something(streams: bool, output_tokens: int) -> None:
+    """An embedding has no tokens."""
     ledger, windows = TokenLedger(POLICY), []
     view = running(ledger, 4, tokens=10)
     one = work("night0", "night")
@@ -792,7 +793,7 @@ def test_the_window_of_a_new_engine_grows_only_once_it_has_shown_a_token(streams
         200,
         1,
         prompt_tokens=10,
-        output_tokens=50,
+        output_tokens=output_tokens,
         total_s=9.0,
     )
 

@@ -314,6 +314,8 @@ class TokenLedger:
         mine, outcome, work = self._of(event.engine), event.outcome, event.work
         entry = mine.account.ended(work.id, event.attempt)
         keys = levels(work.tenant, work.class_name, work.model)
+        if outcome is not None and outcome.result is Result.COMPLETED:
+            mine.answered = True  # an embedding has no tokens to show
         if outcome is None or not outcome.output_tokens:
             if entry is not None and entry.shown_tokens:
                 self._lengths.ended(keys, entry.shown_tokens // work.sequences, censored=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from policies.estimators.prefix_trust import START
 from policies.vocabulary import EngineView, Outcome, Result, Work
 from tests.policies.worlds import NOW_S, engine, fresh, work
 
+UP = frozenset({"e0"})
 ANSWER = Outcome("w", "chat", "t", "m", "e0", Result.COMPLETED, "", 200, 1, 10_000, 50, 2.0)
 
 
@@ -64,7 +65,7 @@ def test_of_an_engine_that_tells_nothing_something_is_probable_and_nothing_count
 
     assert caches.probable("e0", again) == (believed(level_tokens(1)), again)
     assert caches.granted("e0", again, 1) == again
-    assert caches.waiting([again], NOW_S) == [again]
+    assert caches.waiting([again], UP, NOW_S) == [again]
 
 
 def test_a_work_carries_what_was_counted_on_when_it_was_granted() -> None:
@@ -104,7 +105,7 @@ def test_an_engine_whose_hits_stand_still_is_counted_on_no_more(streams: bool) -
         one = replace(begun("a.b.c.d.e", id=f"w{number}"), streams=streams)
         caches.granted("e0", one, 1)
         if streams:
-            assert caches.first_token(one.id, 1)
+            caches.first_token(one.id, 1)
         caches.ended("e0", one, 1, ANSWER)
         caches.heard(tells())
 
@@ -141,7 +142,7 @@ def test_who_waits_is_taken_to_go_where_most_of_it_is() -> None:
     caches.heard(tells(name="e1"))
     caches.granted("e1", begun("a.b.c"), 1)
 
-    (there,) = caches.waiting([begun("a.b.c")], NOW_S)
+    (there,) = caches.waiting([begun("a.b.c")], {"e0", "e1"}, NOW_S)
 
     assert there.cached_tokens == believed(level_tokens(2))
 
@@ -169,9 +170,9 @@ def counted_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     looked: list[str] = []
     most = PrefixCaches._most
 
-    def look(self: PrefixCaches, one: Work) -> int:
+    def look(self: PrefixCaches, one: Work, up: Collection[str]) -> int:
         looked.append(one.id)
-        return most(self, one)
+        return most(self, one, up)
 
     with monkeypatch.context() as patched:
         patched.setattr(PrefixCaches, "_most", look)
@@ -183,18 +184,18 @@ def test_a_round_looks_for_few_of_many_and_for_each_again_after_a_while(monkeypa
 
     with counted_looks(monkeypatch) as looked:
         for _ in range(10):
-            caches.waiting(many, NOW_S)
+            caches.waiting(many, UP, NOW_S)
         assert looked == [one.id for one in many]
-        caches.waiting(many, NOW_S + LOOKED_FOR_S)
+        caches.waiting(many, UP, NOW_S + LOOKED_FOR_S)
         assert looked[3 * LOOKS :] == [one.id for one in many[:LOOKS]]
 
 
 def test_a_work_that_waits_again_is_the_work_as_it_is_now() -> None:
     caches, one = warm("a.b"), begun("a.b")
-    caches.waiting([one], NOW_S)
+    caches.waiting([one], UP, NOW_S)
     again = replace(one, attempt=1, avoid=frozenset({"e0"}))
 
-    (there,) = caches.waiting([again], NOW_S)
+    (there,) = caches.waiting([again], UP, NOW_S)
 
     assert replace(there, cached_tokens=0) == again
 
@@ -203,7 +204,37 @@ def test_works_without_a_beginning_cost_nothing(monkeypatch: pytest.MonkeyPatch)
     caches, plain = warm("a.b"), [begun("", id=f"w{number}") for number in range(10)]
 
     with counted_looks(monkeypatch) as looked:
-        assert caches.waiting(plain, NOW_S) == plain
+        assert caches.waiting(plain, UP, NOW_S) == plain
 
     assert not looked
     assert not caches._waiting
+
+
+@pytest.mark.parametrize(("up", "avoid"), [(frozenset({"e1"}), frozenset()), (UP, frozenset({"e0"}))])
+def test_what_an_engine_has_counts_for_nobody_who_cannot_go_there(up: frozenset[str], avoid: frozenset[str]) -> None:
+    caches = warm("a.b.c")
+    waits = replace(begun("a.b.c"), avoid=avoid)
+
+    (there,) = caches.waiting([waits], up, NOW_S)
+
+    assert there.cached_tokens == 0
+    assert caches.waiting([begun("a.b.c", id="other")], UP, NOW_S)[0].cached_tokens > 0
+
+
+def test_a_work_whose_beginnings_nobody_has_looked_for_yet_is_known_as_such() -> None:
+    caches, one = warm("a.b.c"), begun("a.b.c")
+    assert not caches.looked_for(one)
+
+    caches.waiting([one], UP, NOW_S)
+
+    assert caches.looked_for(one)
+    assert caches.looked_for(work("plain"))
+
+
+def test_a_first_token_tells_the_time_of_a_whole_prompt_where_little_of_it_was_there() -> None:
+    caches = warm("a")
+    caches.granted("e0", begun("a.b.c.d", id="long", prompt_tokens=20_000), 1)
+    caches.granted("e0", begun("a.b", id="short", prompt_tokens=300), 1)
+
+    assert not caches.first_token("long", 1)
+    assert caches.first_token("short", 1)

@@ -69,7 +69,18 @@ def test_a_successor_goes_on_learning_from_what_was_learned() -> None:
     assert successor.theta == pytest.approx(model.theta)
 
 
-@pytest.mark.parametrize("odd", [{"moments": [1.0] * 15}, {"products": [-1.0] * 4}, {"miss": "0.1"}, {"moments": None}])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"moments": [1.0] * 15},
+        {"products": [-1.0] * 4},
+        {"miss": "0.1"},
+        {"moments": None},
+        {"moments": [1e308] * 16},
+        {"moments": [9.0, 1.0] * 8},
+        {"products": [10**400] * 4},
+    ],
+)
 def test_of_a_snapshot_whose_sums_cannot_be_read_the_coefficients_are_taken(odd: dict[str, object]) -> None:
     model, successor = taught(StepModel(), 200), StepModel()
 
