@@ -23,8 +23,9 @@ from policies.vocabulary import Result
 
 RETRY_AFTER_DEFAULT_S = 2.0
 _OVERLOADED = frozenset({429, 503, 529})
-_NO_ROUTE = re.compile(r"(?:404:? *)?(?:(?:file|page|path|route) )?(?:not found)?\.?", re.IGNORECASE)
-"""All that servers say (vLLM, SGLang, llama.cpp, Go's) of a path that they do not have. Of a model they say its name."""
+_NO_ROUTE = re.compile(r"(?:404:? *)?(?:(?:file|page|path|route) )?not found\.?", re.IGNORECASE)
+"""What servers say (vLLM, SGLang, llama.cpp, Go's) of a path that they do not have; TGI's says nothing at all. Of a model they
+say its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def engine_answered(
             reason="engine_redirect" if status < 400 else "engine_auth",
         )
         return Fault(refusal, Result.ENGINE_FAILED, elsewhere=True)
-    if status == 404 and _NO_ROUTE.fullmatch(error.message.strip()):
+    if status == 404 and (not body.strip() or _NO_ROUTE.fullmatch(error.message.strip())):
         refusal = Refusal(
             status=404,
             message=f"engine {engine} has no route {path[:100]}: use another route, or a model of an engine that has it",

@@ -167,10 +167,17 @@ async def test_an_engine_without_the_route_is_named_with_it_in_the_callers_diale
     assert (answered.json().get("type") == "error") is (route is MESSAGES)
 
 
-async def test_a_404_that_says_more_than_that_passes_as_the_engine_wrote_it(stage: Stage) -> None:
-    said = {
-        "error": {"message": "The model `x` does not exist.", "type": "NotFoundError", "param": "model", "code": 404}
-    }
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"error": {"message": "The model `x` does not exist.", "type": "NotFoundError", "param": "model", "code": 404}},
+        {"error": {"message": "", "type": "invalid_request_error", "param": "model", "code": "model_not_found"}},
+    ],
+    ids=["message", "code"],
+)
+async def test_a_404_that_says_more_than_that_passes_as_the_engine_wrote_it(
+    stage: Stage, said: dict[str, object]
+) -> None:
     play_on_both(stage, answer(404, said))
 
     answered = await post(stage.port, CHAT)
