@@ -16,10 +16,10 @@ canaries could run a work it goes there all the same.
 
 An engine whose context is too short for a work gets it only where no engine's is long enough.
 
-Load is works, ours by the ledger plus what others were last seen to run there, plus prompts not yet prefilled; for the least
-loaded it is that over the works that the engine holds: the class's window in requests, or what its window in KV tokens is enough for, if that is less. An engine
-that tells neither is taken for as small as the smallest that does. Load compares engines; it bounds nothing (that is the
-sizing policy's part).
+Load is works, ours by the ledger plus what others were last seen to run there, plus prompts not yet prefilled. *Busiest* is by
+that alone; *least loaded* by that over the works that the engine holds: the class's window in requests, or what its window in
+KV tokens is enough for, if that is less. An engine that tells neither is taken for as small as the smallest that does. Load
+compares engines; it bounds nothing (that is the sizing policy's part).
 """
 
 from __future__ import annotations

@@ -228,17 +228,16 @@ class Planner:
     def _refuse_infeasible(self, outlook: Outlook, policy: Policy, now_s: float) -> set[str]:
         """Refuse what cannot be in time where its class says so; ids of those that heard it. Works of other processes
         keep their place behind the rest: their owners give them up at their deadlines."""
-        refused: set[str] = set()
-        for one in self._shedding.refusals(outlook, self._crowd, policy, now_s):
-            work = one.work
-            if not self._caches.looked_for(work) or not self._refuse(one):
-                continue
-            refused.add(work.id)
-            if policy.class_policy(work.class_name).on_infeasible == "shed":  # else it comes again
-                self._crowd.came(work, now_s)
-            self._shedding.refused(work.tenant, now_s, by_size=one.by_size)
+        refused = self._shedding.refuse(outlook, self._crowd, policy, now_s, self._tell)
+        for one in refused:
+            if policy.class_policy(one.work.class_name).on_infeasible == "shed":  # else it comes again
+                self._crowd.came(one.work, now_s)
             self._sink(one.decision(policy, now_s))
-        return refused
+        return {one.work.id for one in refused}
+
+    def _tell(self, one: Infeasible) -> bool:
+        """Nobody is refused for tokens that a cache may have, before it has been looked for them."""
+        return self._caches.looked_for(one.work) and self._refuse(one)
 
 
 def _up(views: Sequence[EngineView]) -> frozenset[str]:

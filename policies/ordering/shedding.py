@@ -23,6 +23,7 @@ The state, how many requests each tenant had of late, has one writer: the pool's
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from policies.ordering.crowd import Crowd
@@ -74,19 +75,24 @@ class Shedding:
         """A request of the tenant got its place."""
         self._count(tenant, now_s, by_size=False)
 
-    def refused(self, tenant: str, now_s: float, *, by_size: bool) -> None:
-        """A request of the tenant was refused as infeasible."""
-        self._count(tenant, now_s, by_size=by_size)
-
-    def refusals(self, outlook: Outlook, crowd: Crowd, policy: Policy, now_s: float) -> list[Infeasible]:
-        """Who is to be refused now. Changes nothing."""
+    def refuse(
+        self, outlook: Outlook, crowd: Crowd, policy: Policy, now_s: float, tell: Callable[[Infeasible], bool]
+    ) -> list[Infeasible]:
+        """Refuse who is to be refused now; those that heard of it. tell: False for a work that cannot be told, which then counts
+        for nothing."""
         found: list[Infeasible] = []
-        spent: dict[str, int] = {}
+        for one in self._refusals(outlook, crowd, policy, now_s):
+            if tell(one):
+                self._count(one.work.tenant, now_s, by_size=one.by_size)
+                found.append(one)
+        return found
+
+    def _refusals(self, outlook: Outlook, crowd: Crowd, policy: Policy, now_s: float) -> Iterator[Infeasible]:
+        """Asked for one after the other: whether one more may go for its length depends on who has gone."""
         for work in outlook.triage.hopeful:
             one = crowding(work, outlook, crowd, policy, now_s) if crowd.long(work) else None
-            if one is not None and self._may(work.tenant, spent.get(work.tenant, 0), now_s):
-                spent[work.tenant] = spent.get(work.tenant, 0) + 1
-                found.append(one)
+            if one is not None and self._may(work.tenant, now_s):
+                yield one
         for work in outlook.triage.given_up:
             if policy.class_policy(work.class_name).on_infeasible == "late" or work.attempt:
                 continue
@@ -102,18 +108,15 @@ class Shedding:
                 if now_s + CERTAIN * first_s / STRETCH <= work.deadline_s:
                     continue
                 by_size = work.id in outlook.triage.by_size
-                if by_size:
-                    if not self._may(work.tenant, spent.get(work.tenant, 0), now_s):
-                        continue
-                    spent[work.tenant] = spent.get(work.tenant, 0) + 1
-            found.append(Infeasible(work, first_s, max(0.0, first_s - allowed_s), by_size))
-        return found
+                if by_size and not self._may(work.tenant, now_s):
+                    continue
+            yield Infeasible(work, first_s, max(0.0, first_s - allowed_s), by_size)
 
-    def _may(self, tenant: str, spent: int, now_s: float) -> bool:
+    def _may(self, tenant: str, now_s: float) -> bool:
         """Whether one more of the tenant's requests may be refused for its length."""
         seen, by_size, at_s = self._seen.get(tenant, (0.0, 0.0, now_s))
         fade = math.exp(min(0.0, at_s - now_s) / FADES_IN_S)
-        return by_size * fade + spent + 1 <= max(1.0, SHARE_BY_SIZE * (seen * fade + spent))
+        return by_size * fade + 1 <= max(1.0, SHARE_BY_SIZE * seen * fade)
 
     def _count(self, tenant: str, now_s: float, *, by_size: bool) -> None:
         seen, shed, at_s = self._seen.pop(tenant, (0.0, 0.0, now_s))

@@ -39,13 +39,15 @@ def crowd(per_s: float, until_s: float = NOW_S, within_s: float = WITHIN_S) -> C
     return found
 
 
-def refused(one: Work, seen: Crowd, *, by: Policy | None = None, shedding: Shedding | None = None) -> list[Infeasible]:
+def refused(
+    one: Work, seen: Crowd, *, by: Policy | None = None, shedding: Shedding | None = None, told: bool = True
+) -> list[Infeasible]:
     pace = Pace()
     pace.granted("e0", due("seen", 2000), 1, NOW_S - 9)
     pace.first_token("seen", 1, NOW_S - 9 + prefill_tokens(2000) * PER_TOKEN_S)
     outlook = Outlook([one], [engine()], pace, NOW_S)
     assert outlook.triage.hopeful == [one]
-    return (shedding or Shedding()).refusals(outlook, seen, a_policy() if by is None else by, NOW_S)
+    return (shedding or Shedding()).refuse(outlook, seen, a_policy() if by is None else by, NOW_S, lambda _: told)
 
 
 def test_how_long_a_prompt_may_take_is_what_those_to_come_can_wait_and_the_time_until_one_comes() -> None:
@@ -106,11 +108,17 @@ def test_beyond_a_twentieth_of_their_tenants_requests_long_prompts_are_taken_in(
     for _ in range(30):
         shedding.granted("t", NOW_S)
     long = due("long", 50_000, within_s=30.0)
-    (one,) = refused(long, crowd(2.0), shedding=shedding)
 
-    shedding.refused(one.work.tenant, NOW_S, by_size=True)
-
+    assert refused(long, crowd(2.0), shedding=shedding)
     assert not refused(long, crowd(2.0), shedding=shedding)
+
+
+def test_who_cannot_be_told_uses_up_nothing_of_its_tenant_s_share() -> None:
+    """With several processes the leader finds works that wait elsewhere."""
+    shedding, long = Shedding(), due("long", 50_000, within_s=30.0)
+    assert not refused(long, crowd(2.0), shedding=shedding, told=False)
+
+    assert refused(long, crowd(2.0), shedding=shedding)
 
 
 def test_nothing_is_expected_of_a_model_that_nobody_asked_for_of_late() -> None:

@@ -21,6 +21,10 @@ from tests.policies.worlds import NOW_S, engine, policy, work
 SECONDS_PER_TOKEN = 1e-3
 
 
+def heard(_: Infeasible) -> bool:
+    return True
+
+
 def due(number: int, *, prompt_tokens: int, within_s: float) -> Work:
     return work(f"w{number}", prompt_tokens=prompt_tokens, accepted_s=NOW_S, deadline_s=NOW_S + within_s)
 
@@ -233,7 +237,7 @@ def test_bulk_that_runs_whole_makes_a_class_refuse_works_only_while_it_is_taken_
 
     outlook = Outlook([asked], [engine(prefill_tokens=30 * 3000)], pace, NOW_S)
 
-    assert len(Shedding().refusals(outlook, Crowd(), SHEDS, NOW_S)) == refused_
+    assert len(Shedding().refuse(outlook, Crowd(), SHEDS, NOW_S, heard)) == refused_
 
 
 def test_who_has_been_late_for_long_goes_before_others_that_are_given_up() -> None:
@@ -269,7 +273,7 @@ def refused(
 ) -> list[Infeasible]:
     works = sorted(works, key=lambda one: (one.deadline_s or 0.0, one.id))
     outlook = Outlook(works, [engine(prefill_tokens=prefill_tokens)], paced(), now_s)
-    return (Shedding() if shedding is None else shedding).refusals(outlook, Crowd(), SHEDS, now_s)
+    return (Shedding() if shedding is None else shedding).refuse(outlook, Crowd(), SHEDS, now_s, heard)
 
 
 def test_what_comes_last_behind_too_many_is_refused_with_the_time_that_it_would_take() -> None:
@@ -316,13 +320,13 @@ def test_a_class_that_would_rather_be_late_is_never_refused() -> None:
     works = [due(0, prompt_tokens=300, within_s=1.0)]
     outlook = Outlook(works, [engine(prefill_tokens=9000)], paced(), NOW_S)
 
-    assert not Shedding().refusals(outlook, Crowd(), policy(), NOW_S)
+    assert not Shedding().refuse(outlook, Crowd(), policy(), NOW_S, heard)
 
 
 def test_without_a_pace_nobody_is_refused() -> None:
     outlook = Outlook([due(0, prompt_tokens=300, within_s=1.0)], [engine(prefill_tokens=9000)], Pace(), NOW_S)
 
-    assert not Shedding().refusals(outlook, Crowd(), SHEDS, NOW_S)
+    assert not Shedding().refuse(outlook, Crowd(), SHEDS, NOW_S, heard)
 
 
 def test_long_prompts_are_refused_for_their_length_in_a_twentieth_of_their_tenants_requests_at_most() -> None:
@@ -333,8 +337,6 @@ def test_long_prompts_are_refused_for_their_length_in_a_twentieth_of_their_tenan
     short = [due(20 + number, prompt_tokens=60, within_s=7.0) for number in range(80)]
 
     found = [one for one in refused([*long, *short], shedding) if one.by_size]
-    for _ in found:
-        shedding.refused("t", NOW_S, by_size=True)
     again = [one for one in refused([*long, *short], shedding) if one.by_size]
 
     assert 0 < len(found) <= SHARE_BY_SIZE * (100 + len(long))

@@ -314,13 +314,12 @@ class TokenLedger:
         mine, outcome, work = self._of(event.engine), event.outcome, event.work
         entry = mine.account.ended(work.id, event.attempt)
         keys = levels(work.tenant, work.class_name, work.model)
-        if outcome is not None and outcome.result is Result.COMPLETED:
+        if outcome is not None and (outcome.output_tokens or outcome.result is Result.COMPLETED):
             mine.answered = True  # an embedding has no tokens to show
         if outcome is None or not outcome.output_tokens:
             if entry is not None and entry.shown_tokens:
                 self._lengths.ended(keys, entry.shown_tokens // work.sequences, censored=True)
             return
-        mine.answered = True
         each = outcome.output_tokens // work.sequences
         cut_off = work.max_tokens is not None and each >= work.max_tokens
         self._lengths.ended(keys, max(1, each), censored=cut_off or outcome.result is not Result.COMPLETED)
@@ -437,7 +436,7 @@ class TokenLedger:
 @dataclass(slots=True)
 class _Engine:
     """What is kept of one engine besides its account. silent: it tells nothing of its memory, or no more; answered: a token
-    of it has been seen."""
+    of it has been seen, or a good answer without any."""
 
     account: Account
     growth: Growth
