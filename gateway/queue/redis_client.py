@@ -58,8 +58,20 @@ def connect(url: str, *, pool: str = "default") -> Redis:
 
 
 _OF_THE_POOL = frozenset({"connection_class", "max_connections"})
-_OWN = frozenset({"decode_responses", "encoding", "protocol", "retry_on_error", "retry_on_timeout", "socket_timeout"})
-"""How answers are read, and how long they are waited for: with other values the scripts' answers would be misread."""
+_OWN = frozenset(
+    {
+        "credential_provider",
+        "decode_responses",
+        "encoding",
+        "protocol",
+        "redis_connect_func",
+        "retry_on_error",
+        "retry_on_timeout",
+        "socket_timeout",
+    }
+)
+"""How answers are read, and how long they are waited for: with other values the scripts' answers would be misread. And what
+takes a function, which no URL has."""
 
 
 def _to_primary(store: StoreUrl, pool: str, options: Mapping[str, Any]) -> dict[str, Any]:

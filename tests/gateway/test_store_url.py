@@ -99,7 +99,9 @@ def test_options_that_the_client_does_not_take_are_told_without_them(url: str) -
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("option", ["decode_responses", "protocol", "socket_timeout", "retry_on_timeout"])
+@pytest.mark.parametrize(
+    "option", ["decode_responses", "protocol", "socket_timeout", "retry_on_timeout", "redis_connect_func"]
+)
 @pytest.mark.parametrize("store", ["redis://:hunter2@h/0", "redis+sentinel://h/s"])
 def test_an_option_that_changes_how_the_queue_reads_answers_is_refused(store: str, option: str) -> None:
     with pytest.raises(
