@@ -28,6 +28,18 @@ class Background:
         for task in self._tasks:
             task.cancel()
         if kind is not None and issubclass(kind, asyncio.CancelledError):
-            await self._group.__aexit__(kind, error, trace)  # perhaps the group's own doing: a task has failed
+            await leave(self._group, kind, error, trace)  # perhaps the group's own doing: a task has failed
         else:
             await self._group.__aexit__(None, None, None)
+
+
+async def leave(
+    group: asyncio.TaskGroup, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Leave a group for a context of ours. A group raises anew what it was left with; of an error that came up during an exit,
+    an exit stack then makes its own cause, and seeks the end of that chain for ever."""
+    try:
+        await group.__aexit__(kind, error, trace)
+    except BaseException as raised:
+        if raised is not error:
+            raise

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from gateway.background import leave
 from gateway.queue.base import Enqueued, Queue, QueueUnavailable, Session
 from policies.vocabulary import Work
 
@@ -56,7 +57,7 @@ class Batcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._enqueues.close()
-        await self._group.__aexit__(kind, error, trace)
+        await leave(self._group, kind, error, trace)
 
     async def _send_enqueues(self, asks: Sequence[tuple[Work, int]], session: Session) -> list[Enqueued]:
         works = [work for work, _ in asks]
