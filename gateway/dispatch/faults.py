@@ -56,13 +56,15 @@ _FAILURES: dict[FailureKind, tuple[int, str]] = {
     FailureKind.RESET: (502, "reset the connection"),
     FailureKind.CLOSED: (502, "closed the connection without an answer"),
     FailureKind.TRUNCATED: (502, "broke off in the middle of its answer"),
-    FailureKind.BAD_RESPONSE: (502, "answered with something that is not HTTP"),
+    FailureKind.BAD_RESPONSE: (502, "gave an answer that cannot be read"),
 }
 
 
 def call_failed(failure: CallFailure, engine: str) -> Fault:
     """A call that broke on the wire."""
     status, what = _FAILURES[failure.kind]
+    if failure.kind is FailureKind.BAD_RESPONSE:  # of many sorts, and whoever runs the engine has to know which
+        what = f"{what}: {failure.detail}"
     result = Result.TIMED_OUT if failure.kind is FailureKind.CONNECT_TIMEOUT else Result.ENGINE_FAILED
     refusal = Refusal(
         status=status,

@@ -485,7 +485,8 @@ class Relay:
             self._reply.finish()
         elif self._committed:
             next_number = 0 if reader is None else reader.next_sequence_number
-            self._reply.fail(fault.refusal, sequence_number=next_number, mid_event=self._splitter.oversize)
+            mid_event = reader is None or self._splitter.oversize
+            self._reply.fail(fault.refusal, sequence_number=next_number, mid_event=mid_event)
 
     def _resume(self) -> None:
         self._last_byte_s = self._clock.now_s()

@@ -127,7 +127,7 @@ class Reply:
     def fail(self, refusal: Refusal, *, sequence_number: int = 0, mid_event: bool = False) -> None:
         """End with an error, in the way that is still open.
 
-        mid_event   part of an event was sent, so that an error event would be read as the rest of it
+        mid_event   part of an event was sent, or of an answer that is no stream: an error event would be read as the rest of it
         """
         if self.ended:
             return

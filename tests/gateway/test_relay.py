@@ -437,6 +437,35 @@ async def test_a_long_json_answer_that_stops_in_the_middle_does_not_end_properly
     assert bench.client.end == ("finished" if ended else "aborted")
 
 
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [(JSON, b'{"pad":"%b' % (b"x" * 1_100_000)), ([(b"content-type", b"audio/wav")], b"RIFF\0\0")],
+)
+async def test_an_answer_that_is_no_stream_is_cut_where_it_broke_though_a_stream_was_asked_for(
+    headers: list[tuple[bytes, bytes]], body: bytes
+) -> None:
+    bench = Bench(stream=True)
+
+    bench.relay.on_head(200, headers)
+    bench.relay.on_body(body)
+    bench.relay.on_failure(CallFailure(FailureKind.RESET, "connection lost", sent=True, response_started=True))
+
+    assert (await bench.relay.done).committed
+    assert (bench.client.body, bench.client.end) == (body, "aborted")
+
+
+async def test_an_answer_that_cannot_be_read_is_told_with_the_reason() -> None:
+    bench = Bench()
+
+    bench.relay.on_failure(
+        CallFailure(FailureKind.BAD_RESPONSE, "head over 65536 bytes", sent=True, response_started=True)
+    )
+
+    end = await bench.relay.done
+    assert end.fault is not None
+    assert end.fault.refusal.message == "engine e1 gave an answer that cannot be read: head over 65536 bytes; try again"
+
+
 @pytest.mark.parametrize("coding", [b"br", b"zstd", b"gzip, br"])
 async def test_an_error_in_a_coding_that_cannot_be_undone_is_told_without_its_bytes(coding: bytes) -> None:
     bench = Bench(stream=False)
