@@ -1,7 +1,8 @@
 """The one documented entry: `headrace COMMAND`. Each command is a module of `gateway.commands` with two functions.
 
 `add_parser(subparsers)` describes the command and returns nothing; `run(args) -> int` does it and gives the exit code.
-Only the module of the command named is imported, so that `headrace key` does not pay for aiohttp.
+Only the module of the command named is imported, and that by `main` itself: `headrace key` does not pay for aiohttp, and
+Ctrl-C is understood from the beginning.
 
 What an operator got wrong is told as plain lines on standard error with exit code 2, never as a traceback; a bug keeps
 its traceback.
@@ -15,11 +16,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-
-from gateway.addresses import AddressError
-from gateway.errors import StartError
-from gateway.settings_file import SettingsError
-from policies.yaml_source import DocumentError
 
 COMMANDS = (
     "serve",
@@ -41,9 +37,12 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
     args = parser(argv).parse_args(argv)
-    return exit_code(lambda: int(args.run(args)))
+    return int(args.run(args))
 
 
 def exit_code(run: Callable[[], int]) -> int:
@@ -86,6 +85,12 @@ def _is_operators(error: Exception) -> bool:
     """True for what an operator can put right: settings, documents, and what the gateway needs but cannot have."""
     if isinstance(error, OSError):
         return error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES}
+    # Only now: they take longer to load than all of the rest.
+    from gateway.addresses import AddressError
+    from gateway.errors import StartError
+    from gateway.settings_file import SettingsError
+    from policies.yaml_source import DocumentError
+
     return isinstance(error, SettingsError | AddressError | DocumentError | StartError)
 
 

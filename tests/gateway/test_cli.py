@@ -83,6 +83,25 @@ def test_only_the_command_named_is_imported() -> None:
     assert result.stdout.splitlines()[-1] == "False", result.stderr
 
 
+def test_an_interrupt_while_a_command_is_loaded_is_one_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_name: str) -> ModuleType:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+
+    assert main(["serve"]) == cli.INTERRUPTED
+
+
+def test_nothing_slow_is_loaded_before_an_interrupt_is_understood() -> None:
+    source = (
+        "import sys, gateway.cli; print([name for name in ('aiohttp', 'pydantic', 'orjson') if name in sys.modules])"
+    )
+
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
+
+    assert result.stdout == "[]\n", result.stderr
+
+
 @pytest.mark.parametrize("code", [0, 1, 3])
 def test_the_commands_exit_code_is_the_processs(command: Callable[[BaseException | int], int], code: int) -> None:
     assert command(code) == code
