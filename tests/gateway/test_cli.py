@@ -87,7 +87,7 @@ def test_an_interrupt_while_a_command_is_loaded_is_one_like_any_other(monkeypatc
     def interrupted(_name: str) -> ModuleType:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    monkeypatch.setattr("importlib.import_module", interrupted)
 
     assert main(["serve"]) == cli.INTERRUPTED
 
