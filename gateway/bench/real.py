@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, Protocol
 
-from backends.base import Sample, Signal
+from backends.base import BackendError, Sample, Signal
 from gateway.load.arrivals import arrivals, steady
 from gateway.load.client import Client, Exchange, Target
 from gateway.load.figures import Figures, Objectives, Record, figures
@@ -252,10 +252,17 @@ class Bench:
             yield replace(request, prefix_ids=(next(self._ids),), id_tokens=BEGINNING_TOKENS)
 
     async def _idle(self) -> None:
-        """Wait until the engine says that it runs nothing, where it says it."""
-        async with asyncio.timeout(SETTLE_S):
-            while (await self._engine.sample()).value(Signal.RUNNING):  # noqa: ASYNC110 - an engine only tells when asked
-                await asyncio.sleep(LOOK_S)
+        """Wait until the engine says that it runs nothing, where it says it. Raises RuntimeError when it does not come to that."""
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                while (await self._engine.sample()).value(Signal.RUNNING):  # noqa: ASYNC110 - an engine only tells when asked
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise RuntimeError(
+                f"{self._straight.url}: it still ran requests after {SETTLE_S:g} s without ours; keep others from it"
+            ) from None
+        except BackendError as error:
+            raise RuntimeError(f"{error}; it has to last until the end") from None
 
 
 def scaled_policy(objective_s: float) -> str:

@@ -12,7 +12,8 @@ from sys import executable
 import pytest
 import structlog
 
-from backends.base import EngineAddress
+from backends.base import BackendError, EngineAddress, Sample, Signal
+from backends.base import Measured as Reading
 from backends.connection import EnginePool
 from backends.simulated.config import SimulatedConfig
 from backends.simulated.profiles import EngineOptions
@@ -136,6 +137,34 @@ def test_the_load_and_the_objective_follow_from_what_the_engine_does_alone(outco
 def test_a_request_that_fails_ends_it_with_what_the_engine_said(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="8 of 8 requests failed: http_404 The model `nope` does not exist"):
         played(tmp_path, model="nope")
+
+
+class Other:
+    """An engine that others use, or that has died."""
+
+    def __init__(self, says: Sample | BackendError) -> None:
+        self.says = says
+
+    async def sample(self) -> Sample:
+        if isinstance(self.says, BackendError):
+            raise self.says
+        return self.says
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        (Sample(0.0, {Signal.RUNNING: Reading(2.0, "running")}), "still ran requests after 30 s without ours"),
+        (BackendError("engine e1: GET /metrics: connect_refused"), "connect_refused; it has to last until the end"),
+    ],
+)
+def test_an_engine_that_does_not_come_to_rest_ends_it_with_the_reason(says: Sample | BackendError, told: str) -> None:
+    async def play(loop: SimLoop) -> None:
+        bench = Bench(PLAN, Other(says), Target("http://10.0.0.2:8000", "sim"), clock=loop.time)
+        await bench._idle()
+
+    with pytest.raises(RuntimeError, match=told):
+        run(play, seed=1)
 
 
 def test_the_policy_is_the_preset_with_another_objective() -> None:
