@@ -4,7 +4,7 @@ The first SIGTERM or Ctrl-C drains: no new work, running answers finish (bounded
 second one ends at once, streams and all.
 
 With `--workers N` the same holds for all processes together, and SIGHUP replaces them one by one
-(`gateway.workers.supervisor`).
+(`gateway.workers.supervisor`). A single process has nobody to take its place: it says so, and goes on.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import argparse
 import asyncio
 import os
 import resource
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,7 +119,7 @@ async def supervise(settings: Settings, log: Log, workers: int, reread: Callable
 
 async def serve(settings: Settings, log: Log) -> int:
     """Run the gateway until the first stop signal, then drain it; 0, or 1 where a second signal cut that short."""
-    with stop_signals() as (first, second):
+    with stop_signals() as (first, second), _bearing_hangups(log):
         log.info("starting", settings=describe(settings))
         async with Gateway(settings, log=log) as gateway:
             log.info("serving", public=gateway.public_url, admin=gateway.admin_url)
@@ -130,3 +132,15 @@ async def serve(settings: Settings, log: Log) -> int:
             cut = gateway.ingress.in_flight
         log.info("stopped", requests_cut=cut, took_s=round(time.monotonic() - begun_s, 3))
         return 0 if finished else 1
+
+
+@contextmanager
+def _bearing_hangups(log: Log) -> Iterator[None]:
+    """SIGHUP asks for a reload, as it does of workers, and must not end what runs."""
+    loop = asyncio.get_running_loop()
+    told = "one process alone takes settings only at a start; policy and keys are read anew by themselves"
+    loop.add_signal_handler(signal.SIGHUP, lambda: log.warning("settings not read again", reason=told))
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)

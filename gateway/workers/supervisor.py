@@ -117,10 +117,11 @@ class Supervisor:
         """
         async with AsyncExitStack() as stack:
             first, second = stack.enter_context(stop_signals())
+            hangup = stack.enter_context(_event_on(signal.SIGHUP))
             self._log.info("starting", settings=describe(self._settings))
             await self._own(stack)
             async with asyncio.TaskGroup() as group:
-                forever = [group.create_task(self._reload_on_hangup())]
+                forever = [group.create_task(self._reload_on(hangup))]
                 if self._valkey is not None:
                     forever.append(group.create_task(self._valkey.keep_running()))
                 crew = group.create_task(self._crew.run())
@@ -177,13 +178,12 @@ class Supervisor:
             await self._crew.hurry()
         return finished
 
-    async def _reload_on_hangup(self) -> None:
-        with _event_on(signal.SIGHUP) as hangup:
-            await self._crew.served()
-            while True:
-                await hangup.wait()
-                hangup.clear()
-                await self._reload()
+    async def _reload_on(self, hangup: asyncio.Event) -> None:
+        await self._crew.served()
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            await self._reload()
 
     async def _reload(self) -> None:
         before = self._settings

@@ -92,6 +92,23 @@ async def test_a_second_stop_signal_ends_at_once(engine: str, tmp_path: Path) ->
     assert code == 1
 
 
+async def test_a_single_process_that_is_told_to_reload_says_what_it_cannot_and_goes_on(
+    engine: str, tmp_path: Path
+) -> None:
+    async with serving("--engine", engine, folder=tmp_path) as (process, url), streaming(url) as reply:
+        process.send_signal(signal.SIGHUP)
+
+        rest = await reply.read()
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        events = [json.loads(line)["event"] for line in (await process.stderr.read()).splitlines()]
+        code = await process.wait()
+
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert "settings not read again" in events
+    assert code == 0
+
+
 async def test_the_settings_in_force_are_logged_without_secrets(engine: str, tmp_path: Path) -> None:
     file = tmp_path / "headrace.yaml"
     file.write_text(f"engines: [{{url: '{engine}/v1/', name: e1, api_key: hunter2}}]\nlog_format: json\n")
