@@ -15,9 +15,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
-def stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """Events for the first and the second stop signal while the context lasts; a third one has its usual effect."""
+def stop_signals(*more: signal.Signals) -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Events for the first and the second stop signal while the context lasts; a third one has its usual effect.
+
+    more   signals that mean the same here: the end of the terminal (SIGHUP), for those whose engines would outlive it
+    """
     loop = asyncio.get_running_loop()
+    numbers = (*STOP_SIGNALS, *more)
     first, second = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -28,10 +32,10 @@ def stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
             remove()
 
     def remove() -> None:
-        for number in STOP_SIGNALS:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
-    for number in STOP_SIGNALS:
+    for number in numbers:
         loop.add_signal_handler(number, on_signal)
     try:
         yield first, second

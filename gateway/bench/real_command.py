@@ -183,10 +183,11 @@ def _workload(flag: str, text: str, usual: Workload) -> Workload:
 
 
 async def _measure_all(names: Sequence[str], plan: Plan, path: str) -> list[Measured]:
-    """Engine after engine. SIGTERM ends it as Ctrl-C does: with the engines that were started."""
+    """Engine after engine. SIGTERM and the end of the terminal end it as Ctrl-C does: with the engines that were started."""
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     return [await _measure(name, plan, path) for name in names]
 
 

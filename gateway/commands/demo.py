@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _demo(args: argparse.Namespace, folder: Path, log: Log) -> None:
-    with stop_signals() as (stop, _hurry):
+    with stop_signals(signal.SIGHUP) as (stop, _hurry):
         async with _engines(folder, with_real=args.real) as engines:
             settings = _settings(args.port, folder, engines)
             async with Gateway(settings, log=log) as gateway, _session() as session:

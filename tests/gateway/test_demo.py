@@ -80,7 +80,7 @@ def test_the_demo_shows_both_classes_and_ends_by_itself() -> None:
     assert CLOSING.search(out), out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_ends_everything_it_started_with_exit_code_0(number: signal.Signals) -> None:
     with demo() as process:
         line_matching(process, SHOWS_BOTH)
