@@ -90,9 +90,10 @@ def preempted(engine: str) -> Fault:
 
 def timed_out(timer: str, bound_s: float, engine: str) -> Fault:
     """One of our own bounds passed; `timer` is its name in the settings."""
+    what = "had not answered in full after" if timer == "total_s" else "kept silent past"
     refusal = Refusal(
         status=504,
-        message=f"engine {engine} kept silent past {timer} = {bound_s:g} s; shorten the request or raise the bound",
+        message=f"engine {engine} {what} {timer} = {bound_s:g} s; shorten the request or raise the bound",
         type="timeout_error",
         reason=timer.removesuffix("_s"),
     )

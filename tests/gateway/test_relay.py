@@ -563,6 +563,19 @@ async def test_a_gap_between_tokens_fails_by_its_own_timer() -> None:
     assert end.fault.refusal.reason == "inter_token"
 
 
+async def test_an_answer_that_takes_too_long_is_not_said_to_be_silent() -> None:
+    bench = Bench(timeouts=Timeouts(total_s=10.0))
+    bench.play(delta("Hi"), end="")
+    bench.clock.time_s += 10.5
+    bench.relay.on_body(delta(" there"))
+
+    bench.relay.check(bench.clock.now_s())
+
+    end = await bench.relay.done
+    assert end.fault is not None
+    assert "had not answered in full after total_s = 10 s" in end.fault.refusal.message
+
+
 async def test_a_complete_stream_whose_framing_never_ends_is_a_success_soon() -> None:
     bench = Bench(timeouts=Timeouts(inter_token_s=30))
     bench.play(*GOOD, end="open")
