@@ -21,7 +21,7 @@ def stop_signals(*more: signal.Signals) -> Iterator[tuple[asyncio.Event, asyncio
     more   signals that mean the same here: the end of the terminal (SIGHUP), for those whose engines would outlive it
     """
     loop = asyncio.get_running_loop()
-    numbers = (*STOP_SIGNALS, *more)
+    numbers = (*STOP_SIGNALS, *heeded(*more))
     first, second = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -41,6 +41,11 @@ def stop_signals(*more: signal.Signals) -> Iterator[tuple[asyncio.Event, asyncio
         yield first, second
     finally:
         remove()
+
+
+def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those that whoever started us did not have ignored, as `nohup` does with SIGHUP."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 async def finished_before(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:

@@ -43,6 +43,7 @@ from gateway.load.lengths import Workload
 from gateway.logs import Logs
 from gateway.settings import EngineSettings, GpuSettings, Settings, Timeouts
 from gateway.settings_file import SettingsError
+from gateway.stop_signals import heeded
 
 PIPED_WIDTH = 130
 PAGE = "real.md"
@@ -186,7 +187,7 @@ async def _measure_all(names: Sequence[str], plan: Plan, path: str) -> list[Meas
     """Engine after engine. SIGTERM and the end of the terminal end it as Ctrl-C does: with the engines that were started."""
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in heeded(signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     return [await _measure(name, plan, path) for name in names]
 
