@@ -5,7 +5,7 @@ Only the module of the command named is imported, and that by `main` itself: `he
 Ctrl-C is understood from the beginning.
 
 What an operator got wrong is told as plain lines on standard error with exit code 2, never as a traceback; a bug keeps
-its traceback.
+its traceback. A reader of our output that leaves, as `head` does, ends a command quietly.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -33,6 +36,9 @@ COMMANDS = (
 )
 USAGE = 2
 INTERRUPTED = 130
+UNREAD = 128 + signal.SIGPIPE
+"""What a shell says of a command that this signal ended, which Python ignores."""
+STDOUT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,14 +54,19 @@ def _run(argv: Sequence[str]) -> int:
 def exit_code(run: Callable[[], int]) -> int:
     """What `run` returns, or the code for the way in which it failed, told on standard error."""
     try:
-        return run()
+        code = run()
+        if sys.stdout is not None:  # as in a process that was started without one
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
         causes = list(_leaves(error))
+        if all(isinstance(cause, BrokenPipeError) for cause in causes) and _reader_left():
+            return UNREAD
         if not all(map(_is_operators, causes)):
             raise
         return _told("\n".join(_words(cause) for cause in causes))
+    return code
 
 
 def parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -79,6 +90,16 @@ def _leaves(error: Exception) -> Iterator[Exception]:
             yield from _leaves(one)
     else:
         yield error
+
+
+def _reader_left() -> bool:
+    """Whoever read standard output is gone; what is still to be written there then goes nowhere."""
+    watch = select.poll()
+    watch.register(STDOUT, 0)
+    if not any(event & select.POLLERR for _, event in watch.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    return True
 
 
 def _is_operators(error: Exception) -> bool:

@@ -81,7 +81,7 @@ async def _demo(args: argparse.Namespace, folder: Path, log: Log) -> None:
                     bulk_clients=args.bulk,
                     chat_model=REAL_MODEL if args.real else "",
                 )
-                show = Show(stage, session, console := Console())
+                show = Show(stage, session, console := _Console())
                 await _play_until(stop, args.for_s, show)
                 console.print("\n".join(show.closing), soft_wrap=True, markup=False, highlight=False)
 
@@ -94,6 +94,13 @@ async def _play_until(stop: asyncio.Event, for_s: float | None, show: Show) -> N
         await asyncio.wait([play, stopped], timeout=for_s, return_when=asyncio.FIRST_COMPLETED)
         play.cancel()
         stopped.cancel()
+
+
+class _Console(Console):
+    """One that takes a reader's leaving for an error like others; by itself it ends the process, and not what that started."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704 - called where that error is handled
 
 
 @asynccontextmanager

@@ -19,7 +19,10 @@ from gateway.addresses import AddressError
 from gateway.cli import COMMANDS, main
 from gateway.errors import StartError
 from gateway.settings_file import SettingsError
+from policies import presets
 from policies.yaml_source import DocumentError, Problem
+
+PRESET = Path(presets.__path__[0]) / "balanced.yaml"
 
 
 def headrace(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -100,6 +103,28 @@ def test_nothing_slow_is_loaded_before_an_interrupt_is_understood() -> None:
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
 
     assert result.stdout == "[]\n", result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [("key", "new", "t"), ("policy", "show", str(PRESET))])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_ends_a_command_quietly(args: tuple[str, ...], unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "gateway.cli", *args],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            env=environ,
+        )
+    finally:
+        os.close(writing)
+
+    assert result.returncode == cli.UNREAD
+    assert b"Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])

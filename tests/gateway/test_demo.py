@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli import main
+from gateway.cli import UNREAD, main
 from gateway.demo import llamacpp
 
 pytestmark = pytest.mark.slow
@@ -92,6 +92,18 @@ def test_a_stop_signal_ends_everything_it_started_with_exit_code_0(number: signa
     assert (process.returncode, err) == (0, "")
     assert CLOSING.search(out), out
     assert len(started) >= 3, "two engines and a Valkey were expected"
+    assert [pid for pid in started if alive(pid)] == []
+
+
+def test_a_reader_that_leaves_ends_everything_it_started() -> None:
+    with demo() as process:
+        line_matching(process, SHOWS_BOTH)
+        started = children(process.pid)
+
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(30) == UNREAD
+
     assert [pid for pid in started if alive(pid)] == []
 
 
