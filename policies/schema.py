@@ -23,6 +23,7 @@ Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 SecondsFromZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(strict=True, gt=0, le=1000, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+Times = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
 DegreesFromZero = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 Tolerance = Annotated[float, Field(strict=True, ge=1, le=10, allow_inf_nan=False)]
@@ -297,7 +298,7 @@ class TokenLedgerSizing:
 
     start, most          works without TTFT objective in flight on one engine: at first, and at most
     kv_risk              chance of running out of KV memory that one admission may take
-    reserve              part of what urgent works held at their peak of ten minutes that is kept free for them
+    reserve              times the KV memory kept free for urgent works to come that keeps those late for it within kv_risk
     caution              part of the TTFT objective that a prompt arriving now may be predicted to need behind bulk
     stall_s              time that prompts without objective may hold up everything else
     knee_ratio           times an empty engine's step that a step may take; throughput is 1 - 1/ratio of the most
@@ -313,7 +314,7 @@ class TokenLedgerSizing:
     start: Limit = 4
     most: Limit = 1024
     kv_risk: Fraction = 0.01
-    reserve: Share = 0.5
+    reserve: Times = 1.0
     caution: Fraction = 0.7
     stall_s: Seconds = 0.15
     knee_ratio: Ratio = 6.0

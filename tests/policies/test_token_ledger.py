@@ -424,7 +424,7 @@ def test_of_prompts_to_come_time_counts_what_is_computed_and_memory_all() -> Non
         ledger.on_event(Sampled(view, {"chat": 2}), NOW_S + tick / 4)
     scene = ledger._scene(ledger._of("e0"), view, NOW_S + 10)
 
-    assert (scene.hypothesis.tokens, scene.hypothesis.held_tokens) == (500, 6000)
+    assert scene.hypothesis.tokens == 500
     assert scene.queued_tokens == 2 * 500
     assert scene.reserve_tokens == 6000
 
@@ -1148,3 +1148,21 @@ def test_the_pipe_is_as_wide_as_a_long_prompt_for_short_and_long_ones_alike() ->
     for tokens in (0, 100, 2500):
         assert guards.pipe(wide, replace(asked, prompt_tokens=tokens), model).passed
         assert not guards.pipe(thin, replace(asked, prompt_tokens=tokens), model).passed
+
+
+def test_an_urgent_work_is_let_in_where_memory_lasts_until_something_ends() -> None:
+    ledger = TokenLedger(POLICY)
+    running = [work(f"b{number}", class_name="bulk", prompt_tokens=3000) for number in range(10)]
+    for one in running:
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+    view = told({"bulk": 10}, kv_tokens=30_000)
+    ledger.on_event(Progressed("e0", [Running(one, 1, 100, prefilled=True) for one in running]), NOW_S)
+    ledger.on_event(Sampled(view), NOW_S)
+
+    def asked(prompt_tokens: int) -> GuardReading:
+        verdict = ledger.admit(work("u", prompt_tokens=prompt_tokens), view, NOW_S)
+        return next(one for one in verdict.guards if one.guard is Guard.KV)
+
+    assert asked(9_500).passed
+    assert asked(9_500).value + 64 / 2 * 11 > CAPACITY  # all of them for 64 steps would not fit
+    assert not asked(9_900).passed

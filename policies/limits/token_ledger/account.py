@@ -127,7 +127,6 @@ class Sums:
     pending_patient: int = 0
     pending_prompts: int = 0
     assumed: int = 0
-    pending_whole: int = 0
 
     @staticmethod
     def of(entries: Iterable[Entry]) -> Sums:
@@ -201,8 +200,6 @@ class Sums:
         else:
             self.pending_patient += sign * work.computed_tokens
         self.pending_prompts += sign * work.prompt_tokens
-        if not work.streams:
-            self.pending_whole += sign * work.prompt_tokens
 
 
 class Account:
@@ -246,10 +243,10 @@ class Account:
         self.gap_s: float | None = None
         self.lately_gap_s: float | None = None
         self.first_tokens: deque[tuple[float, float, bool]] = deque()
-        self._peaks: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._unhindered: deque[float] = deque(maxlen=UNHINDERED_KEPT)
         self.usual_s = 0.0
         self.urgent_load = UrgentLoad()
+        self._peaks: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._peak_sequences: deque[int] = deque(maxlen=PEAK_KEPT_S)
         self._gap_since_s: float | None = None
         self._gap_prompts = 0

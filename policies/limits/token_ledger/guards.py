@@ -19,6 +19,7 @@ from policies.vocabulary import EngineView, Guard, GuardReading
 
 KV_SHARE = 0.97
 """Of KV memory, for patient works. Urgent ones may use the rest: a refusal is a late answer, and bulk stops in time."""
+URGENT_SHARE = 0.5
 PIPE_SHARE = 0.25
 """Part of a TTFT objective that pending prompts of urgent works may take; the others wait where their order can change."""
 STALL_SHARE = 0.15
@@ -35,14 +36,12 @@ MEMORY_DRIFT = 0.02
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """An urgent work that might arrive right now. tokens: to compute of a long prompt (p95) of the class with the tightest
-    objective; None: no such class. objective_s: of that class for so many; None: none is set. held_tokens: of a long prompt,
-    cached or not. alone_factor: see `alone_factor`.
+    objective; None: no such class. objective_s: of that class for so many; None: none is set. alone_factor: see `alone_factor`.
     Where the class promises a slowdown, usual_s: what 95 % of its first tokens would have taken of late without patient works;
     slowdown: the promise; None: no such promise."""
 
     tokens: float | None = None
     objective_s: float | None = None
-    held_tokens: float = 0.0
     alone_factor: float = ALONE_FACTOR
     usual_s: float = 0.0
     slowdown: float | None = None
@@ -110,16 +109,19 @@ class Asked:
 def kv(scene: Scene, asked: Asked, z: float, *, patient: bool) -> tuple[GuardReading, float] | None:
     """The safe-batch test: does all that is here and this work, grown for each horizon, fit with chance 1 - risk?
 
-    Urgent works are asked for the first horizon only: who is to wait for them has stopped being let in by then, and what
-    runs comes to an end. Returns the reading at the horizon that needs the most, and the steps to overflow: the first
-    horizon that fails.
+    Urgent works are asked for URGENT_SHARE of the first horizon, and for what is expected until then: who is to wait for them
+    has stopped being let in, and something that runs comes to an end; a refusal is a late answer for sure. Returns the
+    reading at the horizon that needs the most, and the steps to overflow: the first horizon that fails.
     """
     if scene.capacity_tokens is None:
         return None
     needs = needed(scene, asked, z, patient=patient)
     threshold = KV_SHARE * scene.capacity_tokens if patient else scene.capacity_tokens
     steps = next((float(at) for at, need in zip(HORIZONS, needs, strict=True) if need > threshold), math.inf)
-    return _reading(Guard.KV, max(needs) if patient else needs[0], threshold), steps
+    if patient:
+        return _reading(Guard.KV, max(needs), threshold), steps
+    soon = scene.held_tokens + asked.prompt_tokens + URGENT_SHARE * (scene.means[0] + asked.means[0])
+    return _reading(Guard.KV, min(soon, needs[0]), threshold), steps
 
 
 def needed(scene: Scene, asked: Asked, z: float, *, patient: bool) -> list[float]:
