@@ -331,9 +331,12 @@ EngineUrl = Annotated[str, AfterValidator(normalise_url), Field(repr=False)]
 EngineName = Annotated[str, AfterValidator(check_name)]
 PoolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Device = Annotated[int | str, AfterValidator(lambda device: check_device(str(device)))]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-PositiveInt = Annotated[int, Field(gt=0)]
-Workers = Annotated[int, Field(ge=0, le=WORKERS_MAX), BeforeValidator(lambda given: 0 if given == "auto" else given)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(strict=True, gt=0)]
+Flag = Annotated[bool, Field(strict=True)]
+Workers = Annotated[
+    int, Field(strict=True, ge=0, le=WORKERS_MAX), BeforeValidator(lambda given: 0 if given == "auto" else given)
+]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -364,7 +367,7 @@ class GpuEntry(BaseModel):
     url: Annotated[str, AfterValidator(_exporter_url)] | None = None
 
 
-Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Price = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
 class EngineEntry(BaseModel):
@@ -378,14 +381,14 @@ class EngineEntry(BaseModel):
     api_key: SecretStr | None = None
     api_key_env: str | None = None
     metrics_url: Annotated[str, AfterValidator(_metrics_url)] | None = None
-    priority: bool | None = None
+    priority: Flag | None = None
     gpu: GpuEntry = GpuEntry()
     profile: Annotated[str, Field(min_length=1)] | None = None
-    gpus: Annotated[int, Field(ge=1, le=1024)] | None = None
+    gpus: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
     gpu_hour_price: Price | None = None
-    spot: bool = False
-    canary: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    pads: bool = False
+    spot: Flag = False
+    canary: Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)] = 1.0
+    pads: Flag = False
 
 
 TimeoutsSection = _section("TimeoutsSection", Timeouts)
@@ -399,9 +402,9 @@ class RecorderSection(BaseModel):
     model_config = _STRICT
 
     folder: Path | None = None
-    file_bytes: Annotated[int, Field(ge=FILE_BYTES_MIN)] = RecorderSettings().file_bytes
-    files: Annotated[int, Field(ge=2)] = RecorderSettings().files
-    prefix_hashes: bool = False
+    file_bytes: Annotated[int, Field(strict=True, ge=FILE_BYTES_MIN)] = RecorderSettings().file_bytes
+    files: Annotated[int, Field(strict=True, ge=2)] = RecorderSettings().files
+    prefix_hashes: Flag = False
 
 
 def _collector_url(text: str) -> str:
@@ -421,7 +424,7 @@ class TracesSection(BaseModel):
     model_config = _STRICT
 
     url: Annotated[str, AfterValidator(_collector_url)] | None = None
-    sample_ratio: Annotated[float, Field(ge=0, le=1)] = TracesSettings().sample_ratio
+    sample_ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = TracesSettings().sample_ratio
 
 
 class SettingsDocument(BaseModel):
@@ -441,13 +444,13 @@ class SettingsDocument(BaseModel):
     tgi_default_model: str | None = None
     mount_path: str = ""
     aliases: dict[str, str] = Field(default_factory=dict)
-    trust_forwarded: bool = False
+    trust_forwarded: Flag = False
     cors_origins: tuple[str, ...] = ("*",)
-    allow_no_keys: bool = False
-    idempotency_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 600.0
+    allow_no_keys: Flag = False
+    idempotency_s: Annotated[float, Field(strict=True, ge=0, le=86_400, allow_inf_nan=False)] = 600.0
     kwh_price: Price | None = None
     workers: Workers = 1
-    poll_s: Positive = 0.5
+    poll_s: Annotated[float, Field(strict=True, ge=0.05, allow_inf_nan=False)] = 0.5
     timeouts: TimeoutsSection = TimeoutsSection()  # type: ignore[valid-type]
     limits: LimitsSection = LimitsSection()  # type: ignore[valid-type]
     health: HealthSection = HealthSection()  # type: ignore[valid-type]

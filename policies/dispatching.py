@@ -347,9 +347,10 @@ class _Refused:
             and work.sequences <= before.sequences
             and _output_limit(work) <= before.output_tokens
         )
-        if smaller:
-            return replace(refused, count=before.count + 1)
-        return replace(before, count=before.count + 1)
+        least = refused if smaller else before
+        return _Refused(
+            least.prompt_tokens, least.computed_tokens, least.sequences, least.output_tokens, before.count + 1
+        )
 
     def covers(self, work: Work) -> bool:
         """True when asking for this work cannot help: it is no smaller, or enough were refused."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Quality(StrEnum):
@@ -221,9 +222,9 @@ class Guard(StrEnum):
     WINDOW = "window"
 
 
-@dataclass(frozen=True, slots=True)
-class GuardReading:
-    """One guard's value against its threshold at the moment of a decision; `passed` is value <= threshold."""
+class GuardReading(NamedTuple):
+    """One guard's value against its threshold at the moment of a decision; `passed` is value <= threshold. A tuple: ten are
+    made for every engine that a work is offered to."""
 
     guard: Guard
     value: float

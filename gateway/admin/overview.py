@@ -95,7 +95,7 @@ class Overview:
             "queued": {name: self._dispatcher.queued.depth(name) for name in self._store.current.classes},
             "engines": [self._engine_status(engine, now_s) for engine in self._roster],
             "dispatch_batches": [asdict(batch) for batch in self._dispatcher.planner.latest_batches],
-            "decisions": [asdict(decision) for decision in self._decisions],
+            "decisions": [_told(decision) for decision in self._decisions],
         }
 
     def policy(self) -> Mapping[str, object]:
@@ -201,6 +201,10 @@ class Overview:
 
     def __repr__(self) -> str:
         return f"<Overview engines={len(self._roster)} {self._presence!r}>"
+
+
+def _told(decision: Decision) -> Mapping[str, object]:
+    return {**asdict(decision), "guards": [reading._asdict() for reading in decision.guards]}
 
 
 def _running_only(engine: Engine, view: EngineView) -> EngineView:

@@ -194,6 +194,9 @@ class Bench:
         each_s = [row.end_s - row.sent_s for row in watch.rows[WARM_REQUESTS:] if row.sent_s is not None]
         request_s = sum(each_s) / len(each_s)
         rate_rps = plan.share / request_s
+        # An engine is slower until it has seen batches of every size: that would be taken for the objective of a warm one.
+        await self._play(Arm.UNPROTECTED, self._straight, rate_rps, seed=plan.seed)
+        self._on_step("interactive requests alone")
         alone = await self._play(Arm.ALONE, self._straight, rate_rps, seed=plan.seed, for_s=SCALE_ARMS * plan.for_s)
         p95_s = alone.ttft_p95_s
         if p95_s is None:

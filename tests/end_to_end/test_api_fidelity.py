@@ -655,6 +655,8 @@ async def test_the_decision_on_a_request_is_found_by_the_work_that_its_answer_na
     named = answered.one("x-headrace-work")
     found = [one for one in (await stage.gateway.status())["decisions"] if one["work_id"] == named]
     assert [(one["action"], one["engine"]) for one in found] == [("dispatch", answered.one("x-headrace-engine"))]
+    assert found[0]["guards"]
+    assert all(set(one) == {"guard", "value", "threshold", "passed"} for one in found[0]["guards"])
 
 
 async def test_a_request_that_failed_names_its_work_in_the_answer_and_in_the_log(stage: Stage) -> None:

@@ -342,3 +342,22 @@ def test_a_price_is_a_number_that_is_not_negative(file: Path) -> None:
     told = problems_of(file, "kwh_price: -1\nengines: [{url: http://a:1, gpus: 0, gpu_hour_price: .inf}]\n")
 
     assert all(f"{name}" in told for name in ("kwh_price", "engines[0].gpus", "engines[0].gpu_hour_price"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("timeouts: {total_s: true}", "timeouts: {total_s: '5'}", "limits: {connections_max: '9'}", "poll_s: '0.5'"),
+        *(
+            "poll_s: 1e-9",
+            "workers: true",
+            "idempotency_s: true",
+            "recorder: {files: '3'}",
+            "traces: {sample_ratio: true}",
+        ),
+        *("kwh_price: '1'", "allow_no_keys: 'yes'", "trust_forwarded: 1", "engines: [{url: http://a:1, spot: 'on'}]"),
+    ],
+)
+def test_a_number_is_no_text_and_no_yes_or_no(file: Path, line: str) -> None:
+    key = line.replace("{", "").split(":")
+    assert (key[1].strip() if "{" in line and "engines" not in line else key[0]) in problems_of(file, line + "\n")

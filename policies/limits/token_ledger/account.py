@@ -165,11 +165,13 @@ class Sums:
         those of all that is there now."""
         tenancy = self.tenants.get(tenant)
         if tenancy is None:
-            return tuple(total + one for total, one in zip(variances, own + own, strict=True))
+            return tuple([total + one for total, one in zip(variances, own + own, strict=True)])
         factor = 1 + CORRELATION * tenancy.works
         return tuple(
-            total + factor * one + CORRELATION * other
-            for total, one, other in zip(variances, own + own, tenancy.variances, strict=True)
+            [
+                total + factor * one + CORRELATION * other
+                for total, one, other in zip(variances, own + own, tenancy.variances, strict=True)
+            ]
         )
 
     def _add(self, entry: Entry, sign: int) -> Tenancy:

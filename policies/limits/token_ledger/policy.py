@@ -118,7 +118,7 @@ class TokenLedger:
         if work.class_name in self._objectives:
             pending = scene.pending_urgent + scene.pending_patient + work.computed_tokens
             first_s = scene.ttft_factor * mine.account.step.ttft_s(pending, scene.sequences + 1, scene.held_tokens)
-        return Verdict.of(readings, steps, first_s)
+        return Verdict(all(one.passed for one in readings), tuple(readings), steps, first_s)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
         """Works with an objective are bound by tokens and seats; the others by the window as well."""
