@@ -30,6 +30,8 @@ LOOK_AHEAD = 24
 """Refusals in a round after which a tenant's works of one kind are not looked at again."""
 MOST_PLACED = 64
 """Works that one round places: what waits beyond is the next round's, which follows at once, and streams are served between."""
+EPSILON_TOKENS = 1e-3
+"""More than rounding makes of a limit in tokens."""
 GOLDEN = 0.6180339887498949
 
 Kind = tuple[str, str, str, str | None, frozenset[str], frozenset[str], bool]
@@ -223,6 +225,9 @@ class _Round:
         refused = self._refused.get((kind, work.tenant))
         if (refused is not None and refused.covers(work)) or work.id in self._placed:
             return False
+        if refused is not None and refused.too_long(work):
+            self._refused[kind, work.tenant] = refused.after(work)
+            return False
         in_flight = self._tenants.in_flight(work.tenant) + self._placed_by_tenant.get(work.tenant, 0)
         if _capped(work, self._policy, in_flight):
             return False
@@ -243,7 +248,9 @@ class _Round:
                 self._closed.add(kind)
                 if not late and mine.all_up:
                     self.full.add(work.class_name)
-            self._refused[kind, work.tenant] = _Refused.after(refused, work)
+            longest = max((_longest_tokens(one, work) for one in mine.not_full), default=math.inf)
+            found = _Refused.first(work, longest) if refused is None else refused.after(work, longest)
+            self._refused[kind, work.tenant] = found
             return False
         self._place(work, chosen, turn)
         return True
@@ -328,29 +335,43 @@ class _Able:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """The smallest work of a kind and tenant that found no room in this round, and how many were refused."""
+    """The smallest work of a kind and tenant that found no room in this round, and how many were refused. longest_tokens:
+    whoever has more to compute is refused everywhere, and need not be asked for."""
 
     prompt_tokens: int
     computed_tokens: int
     sequences: int
     output_tokens: float
     count: int
+    longest_tokens: float
 
     @staticmethod
-    def after(before: _Refused | None, work: Work) -> _Refused:
-        refused = _Refused(work.prompt_tokens, work.computed_tokens, work.sequences, _output_limit(work), 1)
-        if before is None:
-            return refused
-        smaller = (
-            work.prompt_tokens <= before.prompt_tokens
-            and work.computed_tokens <= before.computed_tokens
-            and work.sequences <= before.sequences
-            and _output_limit(work) <= before.output_tokens
-        )
-        least = refused if smaller else before
+    def first(work: Work, longest_tokens: float) -> _Refused:
         return _Refused(
-            least.prompt_tokens, least.computed_tokens, least.sequences, least.output_tokens, before.count + 1
+            work.prompt_tokens, work.computed_tokens, work.sequences, _output_limit(work), 1, longest_tokens
         )
+
+    def after(self, work: Work, longest_tokens: float = math.inf) -> _Refused:
+        """One more was refused. longest_tokens: as found for it; inf: it was not asked for."""
+        smaller = (
+            work.prompt_tokens <= self.prompt_tokens
+            and work.computed_tokens <= self.computed_tokens
+            and work.sequences <= self.sequences
+            and _output_limit(work) <= self.output_tokens
+        )
+        least = _Refused.first(work, math.inf) if smaller else self
+        return _Refused(
+            least.prompt_tokens,
+            least.computed_tokens,
+            least.sequences,
+            least.output_tokens,
+            self.count + 1,
+            min(self.longest_tokens, longest_tokens),
+        )
+
+    def too_long(self, work: Work) -> bool:
+        """True when every engine is known to refuse it. Of a prompt whose beginning may be cached, nobody knows yet."""
+        return not work.prefix and work.computed_tokens > self.longest_tokens + EPSILON_TOKENS
 
     def covers(self, work: Work) -> bool:
         """True when asking for this work cannot help: it is no smaller, or enough were refused."""
@@ -360,6 +381,12 @@ class _Refused:
             and work.sequences >= self.sequences
             and (work.max_tokens is None or work.max_tokens >= self.output_tokens)
         )
+
+
+def _longest_tokens(candidate: Candidate, work: Work) -> float:
+    """What refused the work there says of longer ones; inf where it was not asked for."""
+    work_id, tokens = candidate.longest
+    return tokens if work_id == work.id else math.inf
 
 
 def _output_limit(work: Work) -> float:

@@ -56,6 +56,7 @@ class Candidate:
     """An engine during one round: its view, moved on with every placement of the round.
 
     bound     the guard that refused the last work that found no room here
+    longest   that work's id, and `Verdict.longest_tokens` for it
     context   tokens that a prompt and its answer may have; inf where the engine does not tell
     """
 
@@ -63,6 +64,7 @@ class Candidate:
     foreign: float = field(init=False)
     context: float = field(init=False)
     bound: Guard = Guard.NONE
+    longest: tuple[str, float] = ("", math.inf)
     _holds: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -178,7 +180,7 @@ def choose(
     for candidate, cached, there in offered:
         verdict = sizing.admit(there, candidate.view, now_s)
         if not verdict.admitted:
-            candidate.bound = verdict.binding
+            candidate.bound, candidate.longest = verdict.binding, (work.id, verdict.longest_tokens)
             continue
         open_now.append(Chosen(candidate, verdict, there, cached))
         if not spread:

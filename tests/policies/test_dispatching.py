@@ -535,3 +535,24 @@ def test_works_beyond_the_look_ahead_are_taken_to_be_late() -> None:
 
     assert late_by_class([late, soon, soon, work("n", "night")], depths, POLICY, NOW_S) == {"chat": 899}
     assert late_by_class([soon], {("chat", "t"): 1}, POLICY, NOW_S) == {}
+
+
+class Telling(Tokens):
+    """Says of what it refuses how long a prompt may be."""
+
+    def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+        verdict = super().admit(work, engine, now_s)
+        return verdict if verdict.admitted else replace(verdict, longest_tokens=self.room - engine.kv_tokens)
+
+
+@given(st.lists(st.integers(1, 2000), max_size=60), st.integers(1, 4000), draws)
+def test_what_a_refusal_says_of_longer_prompts_saves_questions_and_changes_no_plan(
+    lengths: list[int], room: int, draw: float
+) -> None:
+    waiting = [work(f"w{n:02}", class_name="night", prompt_tokens=tokens) for n, tokens in enumerate(lengths)]
+    silent, telling = Tokens(room), Telling(room)
+
+    plans = [plan_round(waiting, [engine()], one, POLICY, NOW_S, draw) for one in (silent, telling)]
+
+    assert ids(plans[0]) == ids(plans[1])
+    assert telling.asked <= silent.asked

@@ -1166,3 +1166,30 @@ def test_an_urgent_work_is_let_in_where_memory_lasts_until_something_ends() -> N
     assert asked(9_400).passed
     assert asked(9_400).value > CAPACITY - 100  # all that 64 steps are expected to add would not fit
     assert not asked(9_500).passed
+
+
+@QUICK
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=12),
+    st.integers(1, 20_000),
+    st.lists(st.integers(1, 40_000), max_size=8),
+)
+def test_whoever_is_longer_than_a_refusal_says_is_refused_as_well(
+    pending: list[int], asked: int, others: list[int]
+) -> None:
+    ledger = TokenLedger(POLICY)
+    for number, tokens in enumerate(pending):
+        ledger.on_event(Granted(work(f"b{number}", class_name="bulk", prompt_tokens=tokens), "e0", 1), NOW_S)
+    total = sum(pending)
+    view = told({"bulk": len(pending)}, kv_tokens=total, prefill_tokens=total)
+
+    def of(tokens: int) -> Verdict:
+        return ledger.admit(work("x", class_name="bulk", prompt_tokens=tokens), view, NOW_S)
+
+    verdict = of(asked)
+    if verdict.admitted:
+        assert verdict.longest_tokens == math.inf
+    elif verdict.longest_tokens < math.inf:
+        assert not any(of(tokens).admitted for tokens in others if tokens > verdict.longest_tokens + 1e-3)
+        stall = next(one for one in verdict.guards if one.guard is Guard.STALL)
+        assert stall.passed == (asked <= verdict.longest_tokens + 1e-6)

@@ -228,6 +228,13 @@ def stall(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizin
     return _reading(Guard.STALL, value, threshold if scene.pending_patient else max(threshold, value))
 
 
+def stall_tokens(scene: Scene, model: StepModel, fields: TokenLedgerSizing) -> float:
+    """The longest patient prompt that `stall` lets in behind those that are pending; inf where none is, or time costs nothing."""
+    if not scene.pending_patient or model.prefill_s_per_token <= 0:
+        return math.inf
+    return stall_threshold_s(scene, fields) / model.prefill_s_per_token - scene.pending_patient
+
+
 def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
     """The thin pipe: time until the urgent prompts that are pending have their first tokens, without this work's, so that
     one always fits. It is no thinner than what a long prompt (p95) takes by itself: an engine that needs most of the

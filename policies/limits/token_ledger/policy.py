@@ -118,7 +118,10 @@ class TokenLedger:
         if work.class_name in self._objectives:
             pending = scene.pending_urgent + scene.pending_patient + work.computed_tokens
             first_s = scene.ttft_factor * mine.account.step.ttft_s(pending, scene.sequences + 1, scene.held_tokens)
-        return Verdict(all(one.passed for one in readings), tuple(readings), steps, first_s)
+        if all(one.passed for one in readings):
+            return Verdict(admitted=True, guards=tuple(readings), steps_to_overflow=steps, first_token_s=first_s)
+        longest = guards.stall_tokens(scene, mine.account.step, self._fields) if first_s is None else math.inf
+        return Verdict(False, tuple(readings), steps, first_s, longest)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
         """Works with an objective are bound by tokens and seats; the others by the window as well."""
