@@ -18,7 +18,7 @@ def busy(part: float, *, seconds: int = 120) -> UrgentLoad:
     return load
 
 
-@pytest.mark.parametrize(("part", "allowed"), [(0.2, 1.43), (0.5, 1.23), (0.9, 1.04)])
+@pytest.mark.parametrize(("part", "allowed"), [(0.2, 1.37), (0.5, 1.20), (0.9, 1.04)])
 def test_the_busier_the_engine_the_less_may_be_added(part: float, allowed: float) -> None:
     assert busy(part).may_be_slower(STEP_S, PROMPT_TOKENS, 1.3) == pytest.approx(allowed, abs=0.01)
 
