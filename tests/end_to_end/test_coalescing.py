@@ -333,12 +333,16 @@ async def _left(served: Served, before: dict[str, float], clients: int) -> bool:
 async def test_an_engine_that_dies_in_mid_call_loses_nobody(tmp_path: Path) -> None:
     async with serving(tmp_path, pads=[BOTH], plain=[BOTH]) as served:
 
+        died = asyncio.Event()
+
         async def die(asked: Asked, wire: Wire) -> None:
             if asked in served.plain.requests:
+                await died.wait()  # an engine that is free sooner must not take what the other one was to have
                 await embed(asked, wire)
                 return
             served.pads.stop_listening()
             wire.rst()
+            died.set()
 
         served.play = die
         texts = [*TEXTS, *(f"more {number}" for number in range(WINDOW))]
