@@ -207,6 +207,8 @@ class ScriptedEngine:
     most_active: int = 0
     aborted: int = 0
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
+    _generating: set[asyncio.StreamWriter] = field(default_factory=set)
+    _stopped: bool = False
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -227,6 +229,9 @@ class ScriptedEngine:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._stopped:
+            writer.transport.abort()
+            return
         self._open.add(writer)
         wire = Wire(reader, writer)
         try:
@@ -245,11 +250,14 @@ class ScriptedEngine:
             self._open.discard(writer)
             writer.close()
 
-    def stop_listening(self) -> None:
+    async def stop_listening(self) -> None:
         """Refuse new connections, and close those that carry no generation, as a server does that was told to stop."""
+        self._stopped = True
+        for listener in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listener)
+        await asyncio.sleep(0)  # CPython leaks a connection that is accepted in the very turn in which its server closes
         self._server.close()
-        busy = {wire._writer for wire in self.wires}
-        for writer in self._open - busy:
+        for writer in self._open - self._generating:
             writer.transport.abort()
 
     async def _probe(self, path: str, wire: Wire) -> None:
@@ -273,6 +281,7 @@ class ScriptedEngine:
         trial = asked.one("x-request-id") == TRIAL_ID
         (self.trials if trial else self.requests).append(asked)
         self.wires.append(wire)
+        self._generating.add(wire._writer)
         self.active += 1
         self.most_active = max(self.most_active, self.active)
         playing = asyncio.ensure_future(self.play(asked, wire))
@@ -289,6 +298,7 @@ class ScriptedEngine:
                 raise ConnectionResetError
         finally:
             self.active -= 1
+            self._generating.discard(wire._writer)
             await _end(watching)
 
 

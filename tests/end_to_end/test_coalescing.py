@@ -340,7 +340,7 @@ async def test_an_engine_that_dies_in_mid_call_loses_nobody(tmp_path: Path) -> N
                 await died.wait()  # an engine that is free sooner must not take what the other one was to have
                 await embed(asked, wire)
                 return
-            served.pads.stop_listening()
+            await served.pads.stop_listening()
             wire.rst()
             died.set()
 

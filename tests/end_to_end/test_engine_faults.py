@@ -537,7 +537,7 @@ async def test_streams_of_an_engine_that_listens_no_more_are_not_waited_for(star
         asking = asyncio.create_task(ask(gateway, chat()))
         await eventually(lambda: asyncio.sleep(0, len(engine.requests) == 1))
 
-        engine.stop_listening()
+        await engine.stop_listening()
         started_s = time.monotonic()
         answered = await asking
         took_s = time.monotonic() - started_s
