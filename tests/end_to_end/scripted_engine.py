@@ -255,7 +255,9 @@ class ScriptedEngine:
         self._stopped = True
         for listener in self._server.sockets:
             asyncio.get_running_loop().remove_reader(listener)
-        await asyncio.sleep(0)  # CPython leaks a connection that is accepted in the very turn in which its server closes
+        await asyncio.sleep(
+            0
+        )  # CPython leaks a connection that is accepted in the very turn in which its server closes
         self._server.close()
         for writer in self._open - self._generating:
             writer.transport.abort()

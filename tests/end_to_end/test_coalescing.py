@@ -332,7 +332,6 @@ async def _left(served: Served, before: dict[str, float], clients: int) -> bool:
 
 async def test_an_engine_that_dies_in_mid_call_loses_nobody(tmp_path: Path) -> None:
     async with serving(tmp_path, pads=[BOTH], plain=[BOTH]) as served:
-
         died = asyncio.Event()
 
         async def die(asked: Asked, wire: Wire) -> None:
