@@ -19,6 +19,9 @@ Body = Mapping[str, object]
 OUTPUT_TOKENS_FIELD = "x_simulated_output_tokens"
 """Body field (and, with hyphens, request header) that fixes the true length of an answer, for tests and demos."""
 
+N_MAX = 16_384
+"""vLLM's VLLM_MAX_N_SEQUENCES where nobody sets it."""
+
 _LEGACY_MAX_TOKENS = 16
 _IMAGE_TOKENS = 576
 """What one image counts in a prompt: the patches of a 336 x 336 picture in the LLaVA family."""
@@ -213,6 +216,10 @@ def _whole(body: Body, field: str, default: int | None) -> int | None:
 def _check_sampling(body: Body, n: int) -> None:
     if n < 1:
         raise _bad(f"n must be at least 1, got {n}.")
+    if n > N_MAX:
+        raise _bad(
+            f"n must be at most {N_MAX}, got {n}. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable."
+        )
     temperature = body.get("temperature")
     if temperature is None:
         return

@@ -27,8 +27,6 @@ from gateway.exchange import Exchange
 from gateway.ingress.facts import read_json
 
 PARTS_AT_ONCE = 32
-INPUTS_MAX = 65_536
-"""Inputs of one request; more would be a file, not a request."""
 
 Pair = tuple[str, str]
 _STREAM, _JSON = "text/event-stream", "application/json"
@@ -75,7 +73,7 @@ class Batch:
 def split(exchange: Exchange, inputs_max: int) -> Batch | None:
     """A request with more than `inputs_max` inputs as a batch; None where it stays whole.
 
-    What asks for several answers to each input (n, best_of) stays whole. Raises a 400 Refusal for too many inputs.
+    What asks for several answers to each input (n, best_of) stays whole.
     """
     facts = exchange.facts
     if facts.inputs <= inputs_max or facts.copies > 1:
@@ -83,12 +81,6 @@ def split(exchange: Exchange, inputs_max: int) -> Batch | None:
     found = inputs(exchange.body, exchange.path)
     if found is None or len(found) <= inputs_max:
         return None
-    if len(found) > INPUTS_MAX:
-        raise Refusal(
-            400,
-            f"the request has {len(found)} inputs: at most {INPUTS_MAX} may be in one; send it in several",
-            reason="too_many_inputs",
-        )
     return Batch(exchange, found, inputs_max)
 
 

@@ -14,9 +14,10 @@ from gateway.clock import Clock
 from gateway.control.policy_store import PolicyStore
 from gateway.control.presence import Presence
 from gateway.control.roster import Roster
-from gateway.dispatch.assembly import INPUTS_MAX, PARTS_AT_ONCE
+from gateway.dispatch.assembly import PARTS_AT_ONCE
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.errors import Refusal
+from gateway.ingress.facts import INPUTS_MAX
 from policies.capacity import Fit, fit, largest_batch
 from policies.sizing import SizingPolicy
 from policies.vocabulary import Guard, Work

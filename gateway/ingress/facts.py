@@ -23,7 +23,10 @@ DEPTH_MAX = 200
 MODEL_MAX_CHARS = 256
 BYTES_PER_TOKEN = 4
 MEDIA_TOKENS = 1_024
-SEQUENCES_MAX = 4_096
+INPUTS_MAX = 65_536
+"""Inputs of one request; more would be a file, not a request."""
+SEQUENCES_MAX = 16_384
+"""Answers that one request may ask for where it wants several to an input: what vLLM takes as `n` (VLLM_MAX_N_SEQUENCES)."""
 
 _PROMPT_FIELDS = (
     "messages",
@@ -55,6 +58,8 @@ _MEDIA_KEYS = frozenset({"image_url", "input_audio", "video_url", "audio_url", "
 _TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 _STRING = re.compile(rb'"[^"]*"')
+_COUNTABLE = 2**63
+"""Larger numbers are as good as this one; none can be counted exactly in a float."""
 _BETWEEN_BRACKETS = (ord("[") + ord("]")) // 2
 
 _Object = dict[str, object]
@@ -67,7 +72,7 @@ def read_json(
     always_stream: bool = False,
     default_model: str | None = None,
 ) -> Facts:
-    """The facts of a JSON body. Raises a 400 Refusal when it is no object or names no usable model.
+    """The facts of a JSON body. Raises a 400 Refusal when it is no object, names no usable model or asks for too much.
 
     default_model    taken when the body names none
     """
@@ -85,7 +90,8 @@ def read_json(
     tier = fields.get("service_tier")
     previous = fields.get("previous_response_id")
     inputs = _inputs(fields, path)
-    copies = _copies(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {})
+    copies, by = _copies(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {})
+    _check_sequences(inputs, copies, by)
     return Facts(
         model=_model(fields, default_model),
         stream=always_stream or (fields.get("stream") is True and path not in _WHOLE_ROUTES),
@@ -94,7 +100,7 @@ def read_json(
         max_tokens=_limit(fields, cast("_Object", parameters) if isinstance(parameters, dict) else {}),
         inputs=inputs,
         copies=copies,
-        sequences=min(inputs * copies, SEQUENCES_MAX),
+        sequences=inputs * copies,
         service_tier=tier if isinstance(tier, str) else "",
         previous_response_id=previous if isinstance(previous, str) else None,
     )
@@ -182,13 +188,42 @@ def _inputs(fields: _Object, path: str) -> int:
     return inputs
 
 
-def _copies(fields: _Object, parameters: _Object) -> int:
-    """Answers to each input, bounded: an absurd n is the engine's to refuse, not a reason to wait for ever."""
-    copies = 1
-    for value in (fields.get("n"), fields.get("best_of"), parameters.get("best_of")):
-        if type(value) is int:
-            copies = max(copies, value)
-    return min(copies, SEQUENCES_MAX)
+def _copies(fields: _Object, parameters: _Object) -> tuple[int, str]:
+    """Answers to each input, and the field that asks for them.
+
+    Engines are lax here, and take "3" and 3.0 for 3. What they cannot take either counts as 1 and is theirs to refuse.
+    """
+    copies, by = 1, "n"
+    for source, name in ((fields, "n"), (fields, "best_of"), (parameters, "best_of")):
+        value = source.get(name)
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                continue
+        if type(value) is float:
+            value = _COUNTABLE if value > _COUNTABLE else int(value) if value.is_integer() else 1
+        if type(value) is int and value > copies:
+            copies, by = value, name
+    return copies, by
+
+
+def _check_sequences(inputs: int, copies: int, by: str) -> None:
+    """Raises a 400 Refusal: what one request asks of an engine is counted in full, and so has to have a bound."""
+    if inputs > INPUTS_MAX:
+        raise Refusal(
+            400,
+            f"the request has {inputs} inputs: at most {INPUTS_MAX} may be in one; send it in several",
+            reason="too_many_inputs",
+        )
+    if copies > 1 and inputs * copies > SEQUENCES_MAX:
+        asked = f"{by} is {copies}" if inputs == 1 else f"{by} is {copies} for each of {inputs} inputs"
+        raise Refusal(
+            400,
+            f"{asked}: at most {SEQUENCES_MAX} answers may be asked for in one request; send it in several",
+            reason="too_many_sequences",
+            param=by,
+        )
 
 
 def _repeated_tokens(fields: _Object) -> int:

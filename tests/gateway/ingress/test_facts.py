@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 
 import orjson
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import Refusal
 from gateway.exchange import Facts
-from gateway.ingress.facts import DEPTH_MAX, MEDIA_TOKENS, SEQUENCES_MAX, _too_deep, read_json
+from gateway.ingress.facts import DEPTH_MAX, INPUTS_MAX, MEDIA_TOKENS, SEQUENCES_MAX, _too_deep, read_json
 from gateway.ingress.multipart import read_multipart
 
 CHAT = "/v1/chat/completions"
@@ -142,10 +143,39 @@ def test_prompts_of_every_shape_are_estimated(prompt: object, tokens: int, seque
     assert (read.prompt_tokens, read.sequences) == (tokens, sequences)
 
 
-def test_sequences_are_prompts_times_n_within_a_bound() -> None:
+def test_sequences_are_prompts_times_n_and_never_less() -> None:
     assert facts("/v1/completions", prompt=["a", "b"], n=3).sequences == 6
-    assert facts(n=10**9).sequences == SEQUENCES_MAX
-    assert facts(n=-5).sequences == facts(n="many").sequences == facts(n=True).sequences == 1
+    assert facts(n=SEQUENCES_MAX).sequences == SEQUENCES_MAX
+    assert facts(n="5").sequences == facts(n=5.0).sequences == 5, "as engines read them"
+    assert facts(n=-5).sequences == facts(n="many").sequences == facts(n=True).sequences == facts(n=2.5).sequences == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"n": 10**9}, "n is 1000000000: at most 16384 answers may be asked for in one request; send it in several"),
+        ({"n": SEQUENCES_MAX + 1}, "n is 16385: at most 16384 answers"),
+        ({"n": 10**30}, "n is 9223372036854775808: at most"),
+        ({"n": "1000000000"}, "n is 1000000000: at most"),
+        ({"n": "9" * 4000}, "n is 9223372036854775808: at most"),
+        ({"n": 1e9}, "n is 1000000000: at most"),
+        ({"n": 2, "best_of": 10**9}, "best_of is 1000000000: at most"),
+        ({"inputs": "a", "parameters": {"best_of": 10**9}}, "best_of is 1000000000: at most"),
+        ({"prompt": ["a"] * 129, "n": 128}, "n is 128 for each of 129 inputs: at most 16384 answers"),
+    ],
+)
+def test_more_answers_than_an_engine_takes_in_one_request_are_refused(body: dict[str, object], told: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        read_json(json.dumps({"model": "m", **body}).encode(), path="/v1/completions")
+
+    assert (caught.value.status, caught.value.reason) == (400, "too_many_sequences")
+    assert told in caught.value.message
+
+
+def test_more_inputs_than_one_request_may_have_are_refused() -> None:
+    assert facts("/v1/embeddings", input=["a"] * INPUTS_MAX).sequences == INPUTS_MAX
+    with pytest.raises(Refusal, match="the request has 65537 inputs: at most 65536 may be in one"):
+        facts("/v1/embeddings", input=["a"] * (INPUTS_MAX + 1))
 
 
 def test_an_image_counts_flat_and_the_text_beside_it_by_length() -> None:
@@ -208,8 +238,15 @@ FIELDS = (
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), odd), st.sampled_from([CHAT, "/v1/embeddings", "/v1/responses"]))
-def test_odd_shapes_are_never_an_error(body: dict[str, object], path: str) -> None:
-    read = facts(path, **body)
+def test_odd_shapes_are_never_an_error_but_for_too_many_answers(body: dict[str, object], path: str) -> None:
+    refused = ""
+    try:
+        read = facts(path, **body)
+    except Refusal as refusal:
+        refused = refusal.reason
+    if refused:
+        assert refused == "too_many_sequences"
+        return
 
     assert read.prompt_tokens >= 0
     assert 1 <= read.sequences <= SEQUENCES_MAX
