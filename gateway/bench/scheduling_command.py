@@ -31,6 +31,13 @@ from gateway.stop_signals import interrupted_by_sigterm
 
 OUT = Path("bench-scheduling")
 ALL = "all"
+UNCUT_WIDTH = 10_000
+"""In columns: wider than any table, so that it takes what it needs."""
+LEFT_OUT_FIRST = (
+    *("Jain", "J/token", "aborted", "recomputed", "shed", "preempted", "TTFT p50 s", "worst seed", "÷ fluid"),
+    *("goodput /s", "TPOT p99 s", "p99 s", "÷ clairvoyant", "÷ best static"),
+)
+"""Columns of a cell's table, the least important first."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -148,10 +155,28 @@ def _progress() -> AbstractContextManager[Progress | None]:
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]], notes: Sequence[str]) -> None:
+    """Nothing in it is cut: in a pipe it is as wide as it is, and a terminal too narrow for it is spared columns."""
+    console, unbounded = Console(), Console(width=UNCUT_WIDTH, height=UNCUT_WIDTH)
+    left_out: list[str] = []
+    table = _drawn(title, rows, notes, left_out)
+    if console.is_terminal:
+        for name in LEFT_OUT_FIRST:
+            if unbounded.measure(table).maximum <= console.width:
+                break
+            if name in rows[0]:
+                left_out.append(name)
+                table = _drawn(title, rows, notes, left_out)
+    unbounded.print(table)
+
+
+def _drawn(title: str, rows: Sequence[tuple[str, ...]], notes: Sequence[str], left_out: Sequence[str]) -> Table:
     header, *lines = rows
+    if left_out:
+        notes = [*notes, f"left out, as the terminal is narrow: {', '.join(left_out)} (--json has all)"]
     table = Table(title=title, title_justify="left", caption="\n".join(notes), caption_justify="left")
-    for number, name in enumerate(header):
-        table.add_column(name, justify="right" if number else "left")
+    shown = [number for number, name in enumerate(header) if name not in left_out]
+    for number in shown:
+        table.add_column(header[number], justify="right" if number else "left", no_wrap=True)
     for line in lines:
-        table.add_row(*line)
-    Console(width=180).print(table)
+        table.add_row(*(line[number] for number in shown))
+    return table

@@ -704,6 +704,41 @@ def test_a_run_that_failed_fails_the_command_though_others_of_its_kind_were_made
     assert "missing" not in told
 
 
+WIDE_ROWS = [
+    ("policy", *scheduling_command.LEFT_OUT_FIRST, "attainment", "bulk tok/s"),
+    ("static_shared_search_128", *["1,234.567"] * len(scheduling_command.LEFT_OUT_FIRST), "0.9987", "4,321"),
+]
+
+
+def test_in_a_pipe_a_table_of_the_bench_is_as_wide_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    scheduling_command._table("busy", WIDE_ROWS, ["a note"])
+
+    told = capsys.readouterr().out
+    assert "…" not in told
+    assert next(line for line in told.splitlines() if "static_shared_search_128" in line).count("1,234.567") == len(
+        scheduling_command.LEFT_OUT_FIRST
+    )
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120, 300])
+def test_a_narrow_terminal_is_spared_columns_and_no_name_is_cut(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    scheduling_command._table("busy", WIDE_ROWS, ["a note"])
+
+    told = capsys.readouterr().out
+    assert "…" not in told
+    line = next(line for line in told.splitlines() if "static_shared_search_128" in line)
+    assert "4,321" in line
+    assert "0.9987" in line
+    assert len(line) <= max(columns, 54), "or as narrow as policy, attainment and bulk are"
+    assert ("left out, as" in told) is (columns < 300)
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [(["--cell", "nowhere"], "no such cell"), (["--data", "/nonexistent"], "must hold cells.json")],
