@@ -21,19 +21,29 @@ MOST = 1024
 @dataclass(frozen=True, slots=True)
 class Fit:
     """inputs would start now on the engines that may take the work; `binding` holds the next one back on the last of
-    them, NONE where there is no such engine."""
+    them, NONE where there is no such engine. too_long: the work fits into the context of none of them."""
 
     inputs: int
     binding: Guard = Guard.NONE
+    too_long: bool = False
 
 
 def fit(work: Work, engines: Iterable[EngineView], sizing: SizingPolicy, now_s: float) -> Fit:
     """How many works like this one, of one sequence, could start now, as if nothing waited."""
     total, binding = 0, Guard.NONE
-    for view in suited(work, sorted(engines, key=lambda one: one.name)):
+    views = suited(work, sorted(engines, key=lambda one: one.name))
+    if views and not any(_takes(view, work.prompt_tokens) for view in views):
+        return Fit(0, too_long=True)
+    for view in views:
         here, binding = _fit(work, view, sizing, now_s)
         total += here
     return Fit(total, binding)
+
+
+def _takes(view: EngineView, prompt_tokens: int) -> bool:
+    """Whether its context has room for such a prompt and one token of an answer, as far as it tells."""
+    told = view.max_model_len
+    return not told.known or told.value is None or prompt_tokens < told.value
 
 
 def _fit(work: Work, view: EngineView, sizing: SizingPolicy, now_s: float) -> tuple[int, Guard]:

@@ -27,6 +27,8 @@ USUAL_PROMPT_TOKENS = 1024
 PROMPT_TOKENS_MAX = 10_000_000
 PATH = "/v1/completions"
 BATCH_HEADER = "x-headrace-batch-fits"
+CONTEXT = "context"
+"""In the place of a guard: such an input is longer than any engine of the model takes, now or later."""
 
 
 class Capacity:
@@ -111,26 +113,23 @@ class Capacity:
         self._told, self._told_s = told, self._clock.now_s()
 
     def _model(self, class_name: str, model: str, tokens: int) -> Mapping[str, object]:
-        starts = self._starts(class_name, model, tokens)
-        if starts is None:
-            return {"starts_now": None, "bound_by": None}
-        inputs, binding = starts
-        return {"starts_now": inputs, "bound_by": None if binding is Guard.NONE else binding}
+        starts, bound_by = self._starts(class_name, model, tokens) or (None, None)
+        return {"starts_now": starts, "bound_by": bound_by}
 
-    def _starts(self, class_name: str, model: str, tokens: int) -> tuple[int, Guard] | None:
-        """Inputs that would start at once, behind what waits, and the guard behind that; None: not known here."""
+    def _starts(self, class_name: str, model: str, tokens: int) -> tuple[int, str | None] | None:
+        """Inputs that would start at once, behind what waits, and what binds behind that; None: not known here."""
         if self._presence.leads:
             found = self._fit(class_name, model, tokens)
-            binding = found.binding
             inputs: int | None = found.inputs
+            bound_by = _bound_by(found)
         else:
-            binding = Guard.NONE
             inputs = self._told.get("fits", {}).get(class_name, {}).get(model)
+            bound_by = None
         if inputs is None:
             return None
         order = self._store.current.precedence
         ahead = order[: order.index(class_name) + 1] if class_name in order else order
-        return max(0, inputs - sum(map(self._waiting, ahead))), binding
+        return max(0, inputs - sum(map(self._waiting, ahead))), bound_by
 
     def _fit(self, class_name: str, model: str, tokens: int) -> Fit:
         now_s, key = self._clock.now_s(), (class_name, model, tokens)
@@ -148,6 +147,10 @@ class Capacity:
     def _waiting(self, class_name: str) -> int:
         here = self._dispatcher.queued.depth(class_name)
         return here if self._presence.leads else max(here, int(self._told.get("waiting", {}).get(class_name, 0)))
+
+
+def _bound_by(found: Fit) -> str | None:
+    return CONTEXT if found.too_long else None if found.binding is Guard.NONE else found.binding.value
 
 
 def _prompt_tokens(query: str) -> int:

@@ -46,6 +46,7 @@ async def test_capacity_and_429_say_what_fits_now(start_gateway: StartGateway, t
             await gateway.until_ready()
             engine.play = endless
             empty = (await http.get(capacity)).json()
+            long = (await http.get(f"{capacity}?prompt_tokens=1000000")).json()
             asking = [asyncio.ensure_future(_read(client)) for _ in range(5)]
             await eventually(lambda: engine.active == 2)
             await eventually(lambda: _waiting(http, capacity, 3))
@@ -63,6 +64,8 @@ async def test_capacity_and_429_say_what_fits_now(start_gateway: StartGateway, t
     assert empty["classes"]["bulk"]["models"][MODEL] == {"starts_now": 2, "bound_by": "window"}
     assert empty["classes"]["bulk"]["accepted_inputs"] == 65_536
     assert empty["classes"]["bulk"]["max_request_batch"] == 64
+    assert long["prompt_tokens"] == 1_000_000
+    assert long["classes"]["bulk"]["models"][MODEL] == {"starts_now": 0, "bound_by": "context"}
     assert full["prompt_tokens"] == 64
     assert full["classes"]["bulk"]["waiting"] == 3
     assert full["classes"]["bulk"]["accepted_inputs"] == 0

@@ -33,7 +33,7 @@ def test_so_many_fit_as_find_room_one_after_another(
             candidate.take(one, NOW_S)
             here += 1
         placed += here
-    assert found.inputs == placed
+    assert found.inputs == (0 if found.too_long else placed)
 
 
 def test_the_guard_that_holds_the_next_one_back_is_told() -> None:
@@ -46,6 +46,23 @@ def test_nothing_fits_where_no_engine_may_take_it() -> None:
     sizing = LIMITS["fixed"](POLICY)
 
     assert fit(work("", "chat"), [engine(state=EngineState.DOWN)], sizing, NOW_S) == Fit(0)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "fits"), [(4095, True), (4096, False), (1_000_000, False)])
+def test_what_no_engines_context_can_hold_does_not_fit(prompt_tokens: int, *, fits: bool) -> None:
+    sizing = LIMITS["fixed"](POLICY)
+    views = [engine("short", max_model_len=fresh(2048)), engine("long", max_model_len=fresh(4096))]
+
+    found = fit(work("", "chat", prompt_tokens=prompt_tokens), views, sizing, NOW_S)
+
+    assert (found.inputs > 0) is fits
+    assert found.too_long is not fits
+
+
+def test_an_engine_that_does_not_tell_its_context_may_hold_any_prompt() -> None:
+    sizing = LIMITS["fixed"](POLICY)
+
+    assert fit(work("", "chat", prompt_tokens=10**6), [engine()], sizing, NOW_S).inputs > 0
 
 
 @pytest.mark.parametrize(
