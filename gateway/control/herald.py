@@ -66,7 +66,7 @@ class Herald:
         clock: Clock,
         *,
         open_kind: OpenKind,
-        learned: Callable[[], Mapping[str, object]],
+        learned: Callable[[], Awaitable[Mapping[str, object]]],
         restore: Callable[[Mapping[str, object]], None],
         on_heard: Callable[[Engine], None],
         on_learned: Callable[[Mapping[str, object]], None],
@@ -129,9 +129,10 @@ class Herald:
         ]
         if engines == self._engines_told and now_s < self._publish_due_s:
             return
+        learned = await self._learned()
         version = max(self._version + 1, self._presence.now_ms())
         content = orjson.dumps(
-            {"engines": [_told(engine, now_s) for engine in self._roster], "learned": self._learned()},
+            {"engines": [_told(engine, now_s) for engine in self._roster], "learned": learned},
             option=orjson.OPT_NON_STR_KEYS,
         )
         snapshot = Snapshot(version, content)

@@ -1,12 +1,16 @@
 """How much fits now, for clients that choose their own size: GET /v1/headrace/capacity, and a line in every 429.
 
-The process that leads asks its sizing policy. The others know no more of the pool than its leader published, so they
-answer with that and say how old it is. Answers are kept for KEPT_S: a burst of refusals must not cost a decision each.
+The process that leads asks its sizing policy, for inputs of just the size that is asked for. The others know no more of the
+pool than its leader published, which is an answer for each of SIZES: they give the one for the next larger size, and say which
+that is and how old it is. Answers are kept for KEPT_S: a burst of refusals must not cost a decision each.
 """
 
 from __future__ import annotations
 
+import asyncio
+from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -25,6 +29,10 @@ from policies.vocabulary import Guard, Work
 KEPT_S = 0.25
 USUAL_PROMPT_TOKENS = 1024
 PROMPT_TOKENS_MAX = 10_000_000
+SIZES = (*(256 << doubled for doubled in range(16)), PROMPT_TOKENS_MAX)
+"""Prompt tokens of an input, ascending: what a leader publishes answers for. USUAL_PROMPT_TOKENS is one of them."""
+PUBLISH_S, SLICE_S = 0.1, 0.001
+"""Of work for one publication, and without a turn for others: of a pool of very many models and engines fewer sizes are told."""
 PATH = "/v1/completions"
 BATCH_HEADER = "x-headrace-batch-fits"
 CONTEXT = "context"
@@ -62,7 +70,7 @@ class Capacity:
         policy, leads = self._store.current, self._presence.leads
         models = sorted({model for engine in self._roster for model in engine.models})
         if not leads:
-            tokens = int(self._told.get("prompt_tokens", USUAL_PROMPT_TOKENS))
+            tokens = _told_size(tokens)
         return {
             "object": "headrace.capacity",
             "policy": policy.version,
@@ -95,17 +103,29 @@ class Capacity:
         one = self._store.current.class_policy(class_name)
         return largest_batch(one, waiting=self._waiting(class_name), parts_at_once=PARTS_AT_ONCE, inputs_max=INPUTS_MAX)
 
-    def publish(self) -> Mapping[str, object]:
-        """What a leader tells the other processes."""
+    async def published(self) -> Mapping[str, object]:
+        """What a leader tells the other processes; everything else on the loop has its turn meanwhile."""
         policy = self._store.current
         models = sorted({model for engine in self._roster for model in engine.models})
+        sizes: dict[str, dict[str, dict[str, tuple[int, str | None]]]] = {
+            name: {model: {} for model in models} for name in policy.classes
+        }
+        spent_s = slice_s = 0.0
+        for tokens in sorted(SIZES, key=lambda size: size != USUAL_PROMPT_TOKENS):
+            for name, model in product(policy.classes, models):
+                if spent_s > PUBLISH_S and tokens != USUAL_PROMPT_TOKENS:
+                    break
+                begun_s = self._clock.now_s()
+                found = self._fit(name, model, tokens)
+                sizes[name][model][str(tokens)] = found.inputs, _bound_by(found)
+                slice_s += self._clock.now_s() - begun_s
+                if slice_s > SLICE_S:
+                    spent_s, slice_s = spent_s + slice_s, 0.0
+                    await asyncio.sleep(0)
         return {
             "prompt_tokens": USUAL_PROMPT_TOKENS,
             "waiting": {name: self._dispatcher.queued.depth(name) for name in policy.classes},
-            "fits": {
-                name: {model: self._fit(name, model, USUAL_PROMPT_TOKENS).inputs for model in models}
-                for name in policy.classes
-            },
+            "sizes": sizes,
         }
 
     def heard(self, told: Mapping[str, Any]) -> None:
@@ -120,13 +140,12 @@ class Capacity:
         """Inputs that would start at once, behind what waits, and what binds behind that; None: not known here."""
         if self._presence.leads:
             found = self._fit(class_name, model, tokens)
-            inputs: int | None = found.inputs
-            bound_by = _bound_by(found)
+            inputs, bound_by = found.inputs, _bound_by(found)
         else:
-            inputs = self._told.get("fits", {}).get(class_name, {}).get(model)
-            bound_by = None
-        if inputs is None:
-            return None
+            told = self._told.get("sizes", {}).get(class_name, {}).get(model, {}).get(str(tokens))
+            if told is None:
+                return None
+            inputs, bound_by = told
         order = self._store.current.precedence
         ahead = order[: order.index(class_name) + 1] if class_name in order else order
         return max(0, inputs - sum(map(self._waiting, ahead))), bound_by
@@ -147,6 +166,11 @@ class Capacity:
     def _waiting(self, class_name: str) -> int:
         here = self._dispatcher.queued.depth(class_name)
         return here if self._presence.leads else max(here, int(self._told.get("waiting", {}).get(class_name, 0)))
+
+
+def _told_size(tokens: int) -> int:
+    """The size that the leader's answer is taken of: what starts of larger inputs starts of smaller ones."""
+    return SIZES[bisect_left(SIZES, tokens)]
 
 
 def _bound_by(found: Fit) -> str | None:

@@ -160,11 +160,12 @@ class Member:
         if expired.ended:
             self.dispatcher.ended(expired.ended)
 
-    def _learned(self) -> Mapping[str, object]:
+    async def _learned(self) -> Mapping[str, object]:
+        capacity = await self.capacity.published()
         return {
             "sizing": self._sizing.snapshot(),
             "tenants": self.dispatcher.planner.tenants.snapshot(),
-            "capacity": self.capacity.publish(),
+            "capacity": capacity,
         }
 
     def _followed(self, learned: Mapping[str, object]) -> None:

@@ -130,3 +130,9 @@ async def test_workers_tell_what_the_deciding_process_published(start_gateway: S
                     return age_s is not None and age_s < 10 and starts == {"interactive": 4, "bulk": 2}
 
                 await eventually(told, 20)
+                large = (await http.get("/v1/headrace/capacity?prompt_tokens=3000")).json()
+                long = (await http.get("/v1/headrace/capacity?prompt_tokens=30000")).json()
+
+    assert large["prompt_tokens"] == 4096
+    assert long["prompt_tokens"] == 32_768
+    assert long["classes"]["bulk"]["models"][MODEL] == {"starts_now": 0, "bound_by": "context"}

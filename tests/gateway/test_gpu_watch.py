@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -251,6 +251,9 @@ def test_what_nobody_renews_is_not_shown_for_long() -> None:
 
 
 async def test_a_follower_sees_what_the_leader_saw() -> None:
+    async def nothing() -> Mapping[str, object]:
+        return {}
+
     leader, follower = engine(), engine()
     leader.gpu = sample(100.0)
     herald = Herald(
@@ -259,7 +262,7 @@ async def test_a_follower_sees_what_the_leader_saw() -> None:
         Roster([follower]),
         PoolClock(lambda: 7.0, offset_s=0.0),
         open_kind=cast("OpenKind", None),
-        learned=dict,
+        learned=nothing,
         restore=lambda _learned: None,
         on_heard=lambda _engine: None,
         on_learned=lambda _learned: None,
