@@ -7,9 +7,12 @@ trusted proxy. `x-request-id` is kept when it is sane, else made.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
+
+from gateway.errors import Refusal
+
+TIMEOUT_HEADER = "x-headrace-timeout-s"
 
 HOP_BY_HOP = frozenset(
     {
@@ -82,12 +85,29 @@ def accepts_coding(accept_encoding: str, coding: str) -> bool:
 
 
 def read_timeout_s(rule_headers: dict[str, str]) -> float | None:
-    """How long the client says it waits; None when it does not say or says nonsense."""
-    for name in ("x-headrace-timeout-s", "x-stainless-read-timeout"):
-        try:
-            seconds = float(rule_headers.get(name, ""))
-        except ValueError:
-            continue
-        if math.isfinite(seconds) and 0 < seconds <= _READ_TIMEOUT_MAX_S:
-            return seconds
-    return None
+    """How long the client says it waits; None when it does not say, or where its SDK says nonsense.
+
+    Raises a 400 Refusal for nonsense in our own field: whoever sets that means something by it.
+    """
+    asked = rule_headers.get(TIMEOUT_HEADER)
+    if asked is not None:
+        seconds = _seconds(asked)
+        if seconds is None:
+            raise Refusal(
+                400,
+                f"{TIMEOUT_HEADER} is {asked[:20]!r}: expected seconds above 0, at most {_READ_TIMEOUT_MAX_S:.0f}; "
+                "send a number, or leave the header out",
+                reason="invalid_header",
+                param=TIMEOUT_HEADER,
+            )
+        return seconds
+    return _seconds(rule_headers.get("x-stainless-read-timeout", ""))
+
+
+def _seconds(text: str) -> float | None:
+    """A number of seconds that somebody may wait, else None."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 < seconds <= _READ_TIMEOUT_MAX_S else None

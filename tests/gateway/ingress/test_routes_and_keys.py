@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import io
+import json
 import os
 from pathlib import Path
 
@@ -403,6 +404,32 @@ async def test_the_clients_own_time_out_is_read(start: Start, given: str, second
     await ask(stand.port, "POST", CHAT, chat(), f"x-stainless-read-timeout: {given}")
 
     assert stand.service.served[0].read_timeout_s == seconds
+
+
+async def test_our_own_time_out_field_is_read_and_goes_before_the_sdks(start: Start) -> None:
+    stand = await start()
+
+    await ask(stand.port, "POST", CHAT, chat(), "x-headrace-timeout-s: 2.5", "x-stainless-read-timeout: 600")
+
+    assert stand.service.served[0].read_timeout_s == 2.5
+
+
+@pytest.mark.parametrize("given", ["-5", "0", "soon", "", "nan", "inf", "86401", "1, 2"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/generate"])
+async def test_nonsense_in_our_own_time_out_field_is_refused_in_the_callers_dialect(
+    start: Start, path: str, given: str
+) -> None:
+    stand = await start()
+
+    answer = await ask(stand.port, "POST", path, chat(), f"x-headrace-timeout-s: {given}")
+
+    told = json.loads(answer.body)
+    message = told["error"] if path == "/generate" else told["error"]["message"]
+    assert answer.status == 400
+    assert message.startswith(f"x-headrace-timeout-s is {given!r}: expected seconds above 0, at most 86400")
+    assert (told.get("error_type") == "validation") is (path == "/generate")
+    assert (told.get("type") == "error") is (path == "/v1/messages")
+    assert not stand.service.served
 
 
 async def test_a_preflight_needs_no_key_and_errors_carry_cors_too(start: Start) -> None:
