@@ -17,8 +17,9 @@ from policies.schema import Policy
 RETRY_AFTER_MIN_S = 1
 RETRY_AFTER_MAX_S = 60
 SPREAD = 0.2
-DRAIN_UNKNOWN_S = 30.0
-"""Time a full queue is taken to need while no service rate has been observed."""
+DRAIN_UNKNOWN_S, WORK_UNKNOWN_S = 30.0, 2.0
+"""Times that a full queue is taken to need, and each work of it, while no service rate has been observed: the shorter counts."""
+QUEUE_FULL = "queue_full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def shed(class_name: str, *, depth: int, bound: int, served_per_s: float | None,
     """The refusal of a work for which the queue (which judges atomically) had no room."""
     retry_s = retry_after_s(depth, bound=bound, served_per_s=served_per_s, draw=draw)
     return Shed(
-        "queue_full",
+        QUEUE_FULL,
         retry_s,
         f"class {class_name} has {depth} requests waiting: at most {bound} may; retry in {retry_s} s",
     )
@@ -59,8 +60,8 @@ def shed(class_name: str, *, depth: int, bound: int, served_per_s: float | None,
 def retry_after_s(depth: int, *, bound: int, served_per_s: float | None, draw: float) -> int:
     """Whole seconds, 1 to 60, until the `depth` works ahead have been served, +-20 % by `draw` in [0, 1).
 
-    Without an observed rate a full queue (`bound` works) is taken to need DRAIN_UNKNOWN_S; at a rate of 0 the hint is
-    the longest.
+    Without an observed rate a full queue (`bound` works) is taken to need DRAIN_UNKNOWN_S, or less if it is short; at a rate
+    of 0 the hint is the longest.
     """
     return spread_retry_s(wait_s(depth, bound=bound, served_per_s=served_per_s), draw=draw)
 
@@ -68,7 +69,7 @@ def retry_after_s(depth: int, *, bound: int, served_per_s: float | None, draw: f
 def wait_s(depth: int, *, bound: int, served_per_s: float | None) -> float:
     """Seconds until the works ahead have been served, as in `retry_after_s`, without spread and limits."""
     if served_per_s is None or math.isnan(served_per_s):
-        return DRAIN_UNKNOWN_S * depth / max(1, bound)
+        return depth * min(WORK_UNKNOWN_S, DRAIN_UNKNOWN_S / max(1, bound))
     return depth / served_per_s if served_per_s > 0 else math.inf
 
 

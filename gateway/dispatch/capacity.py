@@ -1,4 +1,4 @@
-"""How much fits now, for clients that choose their own size: GET /v1/headrace/capacity, and a line in every 429.
+"""How much fits now, for clients that choose their own size: GET /v1/headrace/capacity, and in a 429 for a full queue.
 
 The process that leads asks its sizing policy, for inputs of just the size that is asked for. The others know no more of the
 pool than its leader published, which is an answer for each of SIZES: they give the one for the next larger size, and say which
@@ -22,6 +22,7 @@ from gateway.dispatch.assembly import PARTS_AT_ONCE
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.errors import Refusal
 from gateway.ingress.facts import INPUTS_MAX
+from policies.admission import QUEUE_FULL
 from policies.capacity import Fit, fit, largest_batch
 from policies.sizing import SizingPolicy
 from policies.vocabulary import Guard, Work
@@ -89,13 +90,15 @@ class Capacity:
         }
 
     def explain(self, refusal: Refusal, work: Work) -> None:
-        """Have a 429 say what would fit, in its message and its header."""
-        if refusal.status != 429:
+        """Have a 429 for a full queue say what would be taken, in its header, and in its message where that is anything.
+
+        Others are not for want of places: a smaller request would be refused as well, or the refusal is the engine's.
+        """
+        if refusal.status != 429 or refusal.reason != QUEUE_FULL:
             return
         accepted = self.accepted_inputs(work.class_name)
-        starts = self._starts(work.class_name, work.model, USUAL_PROMPT_TOKENS)
-        now = "" if starts is None else f", {starts[0]} of them would start at once"
-        refusal.message += f"; class {work.class_name} takes a request of up to {accepted} inputs now{now}"
+        if accepted:
+            refusal.message += f"; a request of up to {accepted} inputs would be taken now"
         refusal.headers = (*refusal.headers, (BATCH_HEADER, str(accepted)))
 
     def accepted_inputs(self, class_name: str) -> int:

@@ -297,6 +297,8 @@ class Service:
             # The pool's decider is another process: it cannot refuse what waits here, so this one does, at the end.
             bound_s, timer = min((bound_s, timer), (work.deadline_s - work.accepted_s, DEADLINE))
         left_s = exchange.accepted_s + bound_s - self._clock.now_s()
+        if not self._dispatcher.queued.depth(work.class_name):
+            self._flow.waits(work.class_name, self._clock.now_s())
         try:
             async with asyncio.timeout(max(0.0, left_s)):
                 return await self._owner.wait(work, bounds, refusable=refusable)

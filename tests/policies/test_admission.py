@@ -55,6 +55,15 @@ def test_an_unknown_rate_still_gives_a_hint_that_grows_with_the_queue() -> None:
     assert hints == [1, 15, 30]
 
 
+def test_a_short_queue_of_an_unknown_rate_is_not_taken_for_a_long_wait() -> None:
+    assert [retry_after_s(bound, bound=bound, served_per_s=None, draw=0.5) for bound in (1, 3, 15, 1000)] == [
+        2,
+        6,
+        30,
+        30,
+    ]
+
+
 @given(st.integers(0, 10**9), st.integers(1, 10**7), RATES, DRAWS)
 def test_a_hint_is_whole_seconds_from_1_to_60(depth: int, bound: int, rate: float | None, draw: float) -> None:
     hint = retry_after_s(depth, bound=bound, served_per_s=rate, draw=draw)
