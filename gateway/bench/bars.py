@@ -46,9 +46,12 @@ class Bar:
 
 
 def bars_of(document: Mapping[str, Any]) -> list[Bar]:
-    """All bars of all cells of a result of the scheduling benchmark, in its order."""
+    """All bars of all cells of a result of the scheduling benchmark, in its order; none against a bound of nothing."""
     return [
-        one for cell in document["cells"] for one in _of_cell(cell, document["cells"][cell], document["bounds"][cell])
+        one
+        for cell in document["cells"]
+        for one in _of_cell(cell, document["cells"][cell], document["bounds"][cell])
+        if one.at_most or one.value != math.inf
     ]
 
 
@@ -76,7 +79,8 @@ def _of_cell(cell: str, table: Mapping[str, Row], bounds: Row) -> Iterator[Bar]:
         yield Bar(
             cell, f"bulk ÷ clairvoyant{behind}", _ratio(bulk, knowing.get("bulk_tokens_per_s")), CLAIRVOYANT_RATIO
         )
-        yield Bar(cell, "bulk ÷ fluid bound", _ratio(bulk, bounds["fluid_bulk_tokens_per_s"]), FLUID_RATIO)
+        if bounds["fluid_bulk_tokens_per_s"] != 0:
+            yield Bar(cell, "bulk ÷ fluid bound", _ratio(bulk, bounds["fluid_bulk_tokens_per_s"]), FLUID_RATIO)
         if ours["joules_per_token"] is not None:
             against = knowing.get("joules_per_token")
             yield Bar(

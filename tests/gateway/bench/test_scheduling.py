@@ -670,6 +670,24 @@ def test_a_bar_against_a_clairvoyant_that_is_behind_says_so() -> None:
     assert "bulk ÷ clairvoyant (behind: no bound)" in {one.name for one in bars_of(document)}
 
 
+@pytest.mark.parametrize("bulk", [0.0, 100.0])
+def test_against_a_bound_of_nothing_there_is_no_bar(bulk: float) -> None:
+    """Whatever is served is infinitely more than nothing, and was held."""
+    document = result(bulk_tokens_per_s=bulk)
+    document["bounds"]["kv-tight"]["fluid_bulk_tokens_per_s"] = 0.0
+
+    assert "bulk ÷ fluid bound" not in {one.name for one in bars_of(document)}
+
+
+def test_what_is_infinitely_more_than_it_may_be_is_missed() -> None:
+    document = result(joules_per_token=1.0)
+    document["bounds"]["kv-tight"]["clairvoyant"]["joules_per_token"] = 0.0
+
+    found = {one.name: one for one in bars_of(document)}
+
+    assert not found["J/token ÷ clairvoyant"].held
+
+
 @pytest.mark.parametrize(("attainment", "held"), [(0.97, True), (0.9699, False), (1.0, True)])
 def test_a_perturbed_cell_may_lose_a_point(attainment: float, *, held: bool) -> None:
     assert perturbed_held(attainment, 0.98) is held
