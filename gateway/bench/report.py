@@ -31,7 +31,7 @@ COLUMNS = (
 INTRODUCTION = """# How good the scheduler is
 
 Replayed traffic against simulated engines: the same dispatcher, queue and policies as `headrace serve`, in virtual time.
-Commit `{commit}`, made in {seconds:,.0f} s by `{made_by}`; every figure follows from the rows that the same run writes.
+Commit `{commit}`, {made_in} by `{made_by}`; every figure follows from the rows that the same run writes.
 
 A contender first has to keep interactive requests inside their objective (the bar), and is then measured by the bulk that
 it serves. Attainment counts who has its first token in time and no longer gaps than the cell allows. `static_*` are
@@ -43,7 +43,7 @@ tokens that the engine computed again after it had preempted, aborted those that
 PERTURBED = """# What the scheduler makes of a world that is not as it was told
 
 Each cell with one thing wrong that nobody tells the policy (docs/replay.md says what), beside the clairvoyant, which knows.
-Commit `{commit}`, made in {seconds:,.0f} s by `{made_by}`. The bar: at most one point of attainment below the clairvoyant.
+Commit `{commit}`, {made_in} by `{made_by}`. The bar: at most one point of attainment below the clairvoyant.
 """
 Row = Mapping[str, Any]
 
@@ -62,11 +62,18 @@ def write_perturbed(folder: Path, document: Mapping[str, Any], *, made_by: str) 
     """The page of perturbed cells; its path."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / PERTURBED_PAGE
-    head = PERTURBED.format(commit=document["commit"], seconds=document["seconds"], made_by=made_by)
+    head = PERTURBED.format(commit=document["commit"], made_in=made_in(document), made_by=made_by)
     lines = perturbed_of(document)
     held = sum(line[-1] == "held" for line in lines)
     page.write_text(f"{head}\n{held} of {len(lines) - 1} held.\n\n{_markdown(lines)}", encoding="utf-8")
     return page
+
+
+def made_in(document: Mapping[str, Any]) -> str:
+    """How long it took, and of how many runs: those that an earlier command left are taken as they are."""
+    made, runs = document["runs_made"], document["runs"]
+    of = f"all {runs} runs" if made == runs else f"{made} of {runs} runs, the others lay there from before"
+    return f"made in {document['seconds']:,.0f} s ({of})"
 
 
 def perturbed_of(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -192,7 +199,7 @@ def _picture(cell: str, document: Mapping[str, Any]) -> str:
 
 
 def _page(document: Mapping[str, Any], made_by: str) -> str:
-    parts = [INTRODUCTION.format(commit=document["commit"], seconds=document["seconds"], made_by=made_by)]
+    parts = [INTRODUCTION.format(commit=document["commit"], made_in=made_in(document), made_by=made_by)]
     bars = bars_table(document)
     held = sum(line[-1] == "held" for line in bars)
     parts.append(f"## Bars\n\n{held} of {len(bars) - 1} held.\n\n{_markdown(bars)}")

@@ -182,8 +182,13 @@ def _applies(perturb: str, cell: Cell) -> bool:
     return perturb not in POOL_ONLY or len(cell.profiles) > 1
 
 
-def summarise(cells: Sequence[Cell], found: Mapping[Task, Averages], *, out: Path, seconds: float) -> dict[str, Any]:
-    """The document that `--json` prints. A perturbed cell stands there as CELL+PERTURBATION."""
+def summarise(
+    cells: Sequence[Cell], found: Mapping[Task, Averages], *, out: Path, seconds: float, made: int
+) -> dict[str, Any]:
+    """The document that `--json` prints. A perturbed cell stands there as CELL+PERTURBATION.
+
+    made   how many of these runs were made in those seconds; the others lay there
+    """
     table: dict[str, dict[str, Averages]] = {}
     bounds: dict[str, dict[str, Any]] = {}
     perturbs = sorted({task.perturb for task in found}) or [""]
@@ -199,6 +204,8 @@ def summarise(cells: Sequence[Cell], found: Mapping[Task, Averages], *, out: Pat
         "rows": str(out),
         "commit": commit(),
         "seconds": seconds,
+        "runs": len(found),
+        "runs_made": made,
     }
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from gateway.bench.cells import Cell, shipped_data
 from gateway.bench.perturbations import PERTURBATIONS
-from gateway.bench.report import bars_table, bounds_of, perturbed_of, table_of, write_perturbed, write_report
+from gateway.bench.report import bars_table, bounds_of, made_in, perturbed_of, table_of, write_perturbed, write_report
 from gateway.bench.runs import Task
 from gateway.bench.scheduling import chosen, missing, run_all, searched, summarise, tasks_of, timed
 from gateway.settings_file import SettingsError
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         for cell in document["cells"]:
             _table(cell, table_of(cell, document), bounds_of(cell, document))
         _table("bars", bars_table(document), [])
-        sys.stdout.write(f"{document['seconds']:,.0f} s; rows of every request in {document['rows']}\n")
+        sys.stdout.write(f"{made_in(document)}; rows of every request in {document['rows']}\n")
     lacking = missing(cells, document, perturbs=_perturbs(args))
     if lacking:
         sys.stderr.write(f"bench: missing: {', '.join(lacking)}\n")
@@ -99,15 +99,17 @@ def _measured(args: argparse.Namespace, cells: list[Cell], data: Path) -> tuple[
     seconds = timed()
     found: dict[Task, Mapping[str, float | None]] = {}
     failed: dict[Task, str] = {}
+    lay = 0
     with _progress() as progress:
         while tasks:
+            lay += sum(task.done is not None for task in tasks)
             made, lost = run_all(tasks, workers=args.workers, on_done=_Meter(progress, len(tasks)))
             found.update(made)
             failed.update(lost)
             tasks = [] if args.perturb or lost else searched(cells, found)
     for task, why in failed.items():
         sys.stderr.write(f"bench: {task.stem} failed: {why}\n")
-    return summarise(cells, found, out=args.out, seconds=seconds()), len(failed)
+    return summarise(cells, found, out=args.out, seconds=seconds(), made=len(found) - lay), len(failed)
 
 
 def _finite(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -493,10 +494,11 @@ def test_the_document_has_its_shape_and_the_report_follows_from_it(tmp_path: Pat
     names = ("static_bulk_4", "gradient", CLAIRVOYANT)
     found = {Task(cell.name, name, 1, DATA, tmp_path): play(cell, name, 1)[1].plain() for name in names}
 
-    document = summarise([cell], found, out=tmp_path, seconds=1.0)
+    document = summarise([cell], found, out=tmp_path, seconds=1.0, made=1)
     page = write_report(tmp_path / "report", document, made_by="headrace bench scheduling").read_text()
 
-    assert set(document) == {"cells", "bounds", "rows", "commit", "seconds"}
+    assert set(document) == {"cells", "bounds", "rows", "commit", "seconds", "runs", "runs_made"}
+    assert "made in 1 s (1 of 3 runs, the others lay there from before) by" in page
     assert set(document["cells"]["kv-tight"]) == {"static_bulk_4", "gradient"}
     assert {
         "attainment", "goodput_rps", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "tpot_p99_s", "bulk_tokens_per_s",
@@ -582,7 +584,7 @@ def test_a_perturbed_cell_is_told_beside_the_clairvoyant_under_the_same(tmp_path
         for name in (CLAIRVOYANT, "token_ledger")
     }
 
-    document = summarise([cell, pool], found, out=tmp_path, seconds=1.0)
+    document = summarise([cell, pool], found, out=tmp_path, seconds=1.0, made=1)
     page = write_perturbed(tmp_path, document, made_by="headrace bench scheduling --perturb no_polls").read_text()
 
     assert list(document["cells"]) == ["kv-tight+no_polls", "pool+no_polls"]
@@ -700,6 +702,24 @@ def test_a_bar_against_what_never_came_is_missed() -> None:
     found = {one.name: one for one in bars_of(document)}
 
     assert not found["TTFT p95 ÷ alone"].held
+
+
+def test_the_command_tells_how_many_runs_were_made_and_how_many_lay_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {one.name: 1.0 for one in fields(Figures)}
+    monkeypatch.setattr(scheduling_command, "run_all", lambda tasks, **_: (dict.fromkeys(tasks, made), {}))
+    monkeypatch.setattr(scheduling_command, "searched", lambda _cells, _found: [])
+    monkeypatch.setattr(Task, "done", property(lambda self: made if self.contender == "gradient" else None))
+    args = ["bench", "scheduling", "--cell", "kv-tight", "--quick", "--out", str(tmp_path)]
+
+    main(args)
+
+    told = re.search(
+        r"made in \d+ s \((\d+) of (\d+) runs, the others lay there from before\)", capsys.readouterr().out
+    )
+    assert told is not None
+    assert int(told[2]) - int(told[1]) == 1
 
 
 def test_a_run_that_failed_fails_the_command_though_others_of_its_kind_were_made(
