@@ -169,7 +169,7 @@ def _by_shape(facts: RequestFacts, shape: Shape) -> tuple[str, str, By]:
     if facts.sequences > shape.small_sequences:
         return heavy, f"shape: more than {shape.small_sequences} sequences", By.MANY_SEQUENCES
     if facts.prompt_tokens > shape.small_prompt_tokens:
-        return heavy, f"shape: more than {shape.small_prompt_tokens} prompt tokens", By.LONG_PROMPT
+        return heavy, f"shape: estimated at more than {shape.small_prompt_tokens} prompt tokens", By.LONG_PROMPT
     if facts.max_tokens is not None and facts.max_tokens > shape.small_max_tokens:
         return heavy, f"shape: more than {shape.small_max_tokens} output tokens asked for", By.LONG_OUTPUT
     return light, "shape: small", By.SMALL

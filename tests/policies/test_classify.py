@@ -50,7 +50,7 @@ def ruled(rule: str) -> Policy:
         (Facts(stream=True, prompt_tokens=100_000, max_tokens=9000), "interactive", "shape: streamed"),
         (Facts(), "interactive", "shape: small"),
         (Facts(prompt_tokens=8192, max_tokens=4096, sequences=8), "interactive", "shape: small"),
-        (Facts(prompt_tokens=8193), "bulk", "shape: more than 8192 prompt tokens"),
+        (Facts(prompt_tokens=8193), "bulk", "shape: estimated at more than 8192 prompt tokens"),
         (Facts(max_tokens=4097), "bulk", "shape: more than 4096 output tokens asked for"),
         (Facts(sequences=9), "bulk", "shape: more than 8 sequences"),
         (Facts(stream=True, service_tier="flex"), "bulk", "rule 2: service_tier"),
