@@ -61,9 +61,10 @@ def closing_lines(elapsed_s: float, tallies: Mapping[str, Tally], lag_s: float |
     lines = [f"After {elapsed_s:.0f} s:"]
     for name, tally in tallies.items():
         of, ttft, sla_s = tally.score.figures(), tally.ttft.spread(), tally.score.ttft_sla_s
+        cut = f", {of.running} cut by the end" if of.running else ""
         inside = "" if sla_s is None else f", {_share(of.attained_fraction)} inside the SLA of {_seconds(sla_s)}"
         lines.append(
-            f"  {name}: {of.sent} requests ({of.completed} done, {of.refused} refused, {of.failed} failed){inside},"
+            f"  {name}: {of.sent} requests ({of.completed} done, {of.refused} refused, {of.failed} failed{cut}){inside},"
             f" TTFT p50 {_seconds(ttft.p50_s)} p99 {_seconds(ttft.p99_s)}, {tally.tokens_seen / elapsed_s:.0f} tokens/s"
         )
     note = busy_host(lag_s)

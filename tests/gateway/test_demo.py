@@ -26,8 +26,8 @@ SHOWS_BOTH = re.compile(
 )
 
 CLOSING = re.compile(
-    r"^After \d+ s:\n  interactive: \d+ requests \(.* 0 failed\), [\d.]+% inside the SLA of 0\.50 s, TTFT p50 .* tokens/s"
-    r"\n  bulk: \d+ requests \(.* 0 failed\), TTFT p50 .* tokens/s\n",
+    r"^After \d+ s:\n  interactive: \d+ requests \(.* 0 failed(?:, \d+ cut by the end)?\), [\d.]+% inside the SLA of 0\.50 s, TTFT p50 .* tokens/s"
+    r"\n  bulk: \d+ requests \(.* 0 failed(?:, \d+ cut by the end)?\), TTFT p50 .* tokens/s\n",
     re.MULTILINE,
 )
 

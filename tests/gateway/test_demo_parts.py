@@ -214,9 +214,10 @@ def test_the_closing_words_are_of_the_whole_time() -> None:
     first, interactive, bulk = closing_lines(40.0, tallies, 0.01)
 
     assert first == "After 40 s:"
-    assert "2 requests (0 done, 0 refused, 0 failed), 50.0% inside the SLA of 0.50 s" in interactive
+    assert "2 requests (0 done, 0 refused, 0 failed, 2 cut by the end), 50.0% inside the SLA of 0.50 s" in interactive
     assert "TTFT p50 0.10 s p99 0.90 s" in interactive
     assert bulk.endswith(" 100 tokens/s")
+    assert "cut" not in bulk
 
 
 def test_a_host_that_is_late_itself_is_named_while_it_is() -> None:
