@@ -78,6 +78,12 @@ class Plan:
     probe_requests: int = 20
     seed: int = 1
 
+    @property
+    def least_s(self) -> float:
+        """What it takes at least: that of which the time is given. Single requests, and the ends of answers, come on top."""
+        round_s = len(Arm) * self.for_s + (len(Arm) - 1) * self.lead_s
+        return self.lead_s + (1 + SCALE_ARMS) * self.for_s + (1 + self.rounds) * round_s
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -175,7 +181,11 @@ class Bench:
     async def scale(self) -> Scale:
         """Measure what the load and the objective follow from, on an idle engine."""
         plan = self._plan
-        self._on_step("one request after another")
+        self._on_step(
+            f"scale, a warm-up round and {plan.rounds} round{'s' * (plan.rounds > 1)} of {len(Arm)} arms: "
+            f"{plan.least_s / 60:.0f} min at least"
+        )
+        self._on_step("scale: one request after another")
         watch = Record(self._clock, Objectives())
         client = Client(self._straight, {INTERACTIVE: watch}, clock=self._clock)
         requests = self._requests(itertools.repeat(0.0), plan.interactive, INTERACTIVE)
@@ -195,8 +205,9 @@ class Bench:
         request_s = sum(each_s) / len(each_s)
         rate_rps = plan.share / request_s
         # An engine is slower until it has seen batches of every size: that would be taken for the objective of a warm one.
+        self._on_step("scale: bulk beside interactive requests, to warm the engine up")
         await self._play(Arm.UNPROTECTED, self._straight, rate_rps, seed=plan.seed)
-        self._on_step("interactive requests alone")
+        self._on_step("scale: interactive requests alone, for the objective")
         alone = await self._play(Arm.ALONE, self._straight, rate_rps, seed=plan.seed, for_s=SCALE_ARMS * plan.for_s)
         p95_s = alone.ttft_p95_s
         if p95_s is None:
@@ -215,7 +226,7 @@ class Bench:
         for number in range(plan.rounds + 1):
             first = number % len(Arm)
             for arm in [*Arm][first:] + [*Arm][:first]:
-                self._on_step(f"round {number} of {plan.rounds}, {arm}")
+                self._on_step(f"{f'round {number} of {plan.rounds}' if number else 'warm-up round'}, {arm}")
                 one = await self._play(arm, targets[arm], scale.rate_rps, seed=plan.seed + number)
                 if number:
                     played.append(one)

@@ -45,7 +45,7 @@ PLAN = Plan(
 )
 
 
-def played(folder: Path, plan: Plan = PLAN, *, model: str = "sim") -> Outcome:
+def played(folder: Path, plan: Plan = PLAN, *, model: str = "sim", steps: list[str] | None = None) -> Outcome:
     """A bench's outcome, gateway and all, in virtual time."""
 
     async def play(loop: SimLoop) -> Outcome:
@@ -62,7 +62,8 @@ def played(folder: Path, plan: Plan = PLAN, *, model: str = "sim") -> Outcome:
             at = EngineAddress("engine", url)
             backend = Vllm(at, EnginePool(at), monotonic=loop.time)
             straight = Target(url, model, path="/v1/completions")
-            bench = Bench(plan, backend, straight, clock=loop.time)
+            on_step = (lambda _text: None) if steps is None else steps.append
+            bench = Bench(plan, backend, straight, clock=loop.time, on_step=on_step)
             try:
                 scale = await bench.scale()
                 policy = folder / "policy.yaml"
@@ -85,6 +86,28 @@ def played(folder: Path, plan: Plan = PLAN, *, model: str = "sim") -> Outcome:
                 await server.close()
 
     return run(play, seed=1)
+
+
+def test_every_step_is_named_and_the_time_is_forecast(tmp_path: Path) -> None:
+    steps: list[str] = []
+
+    played(tmp_path, replace(PLAN, rounds=2), steps=steps)
+
+    assert steps == [
+        "scale, a warm-up round and 2 rounds of 3 arms: 1 min at least",
+        "scale: one request after another",
+        "scale: bulk beside interactive requests, to warm the engine up",
+        "scale: interactive requests alone, for the objective",
+        *(f"warm-up round, {arm}" for arm in ("alone", "unprotected", "protected")),
+        *(f"round 1 of 2, {arm}" for arm in ("unprotected", "protected", "alone")),
+        *(f"round 2 of 2, {arm}" for arm in ("protected", "alone", "unprotected")),
+    ]
+
+
+def test_the_least_time_is_that_of_all_arms() -> None:
+    plan = Plan(rounds=2, for_s=30.0, lead_s=5.0)
+
+    assert plan.least_s == 5 + 3 * 30 + 3 * (3 * 30 + 2 * 5)
 
 
 @pytest.fixture(scope="module")
