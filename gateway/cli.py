@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from typing import Any
 
 COMMANDS = (
     "serve",
@@ -71,7 +72,7 @@ def exit_code(run: Callable[[], int]) -> int:
 
 def parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """What reads a command line; with `argv` that names a command it knows only that one."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="headrace", description="LLM serving gateway: interactive and bulk queues in front of your engines."
     )
     made.add_argument("--version", action="version", version=f"headrace {version('headrace')}")
@@ -81,6 +82,16 @@ def parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         module.add_parser(subparsers)
         subparsers.choices[name].set_defaults(run=module.run)
     return made
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose subcommands tell of what they do not know themselves: with their usage, not with that of the whole program."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 def _leaves(error: Exception) -> Iterator[Exception]:

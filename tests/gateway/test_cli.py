@@ -176,6 +176,27 @@ def test_an_interrupt_ends_with_the_shells_code(command: Callable[[BaseException
     assert command(KeyboardInterrupt()) == cli.INTERRUPTED
 
 
+@pytest.mark.parametrize(
+    ("args", "usage"),
+    [
+        (["check", "engines", "http://gpu1:8000"], "usage: headrace check engines [-h]"),
+        (["check", "engines", "--engin", "http://gpu1:8000", "--nope"], "usage: headrace check engines [-h]"),
+        (["bench", "fidelity", "--data", "x"], "usage: headrace bench fidelity [-h]"),
+        (["key", "new", "--tenant", "t", "more"], "usage: headrace key new [-h]"),
+    ],
+)
+def test_what_a_subcommand_does_not_know_is_told_with_its_own_usage(
+    args: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told.startswith(usage)
+    assert "unrecognized arguments: " in told.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_serving_nothing_is_refused_in_one_line() -> None:
     result = headrace("serve")
