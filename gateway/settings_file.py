@@ -327,6 +327,16 @@ def _findings(document: SettingsDocument, environ: Mapping[str, str]) -> Iterato
 
 
 ListenText = Annotated[str, AfterValidator(lambda text: str(parse_listen(text)))]
+
+
+def _workers_setting(given: object) -> object:
+    if given == "auto":
+        return 0
+    if type(given) is int and 0 <= given <= WORKERS_MAX:
+        return given
+    raise ValueError(f"must be auto (one a core) or a whole number up to {WORKERS_MAX}; leave it out for one process")
+
+
 EngineUrl = Annotated[str, AfterValidator(normalise_url), Field(repr=False)]
 EngineName = Annotated[str, AfterValidator(check_name)]
 PoolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -334,9 +344,7 @@ Device = Annotated[int | str, AfterValidator(lambda device: check_device(str(dev
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(strict=True, gt=0)]
 Flag = Annotated[bool, Field(strict=True)]
-Workers = Annotated[
-    int, Field(strict=True, ge=0, le=WORKERS_MAX), BeforeValidator(lambda given: 0 if given == "auto" else given)
-]
+Workers = Annotated[int, Field(strict=True, ge=0, le=WORKERS_MAX), BeforeValidator(_workers_setting)]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 

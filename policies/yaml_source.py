@@ -247,6 +247,8 @@ def _finding(path: Path, detail: ErrorDetails, schema: Mapping[str, Any]) -> Fin
     return path, shown(path, value), _expectation(kind, detail.get("ctx", {}), value, detail["msg"])
 
 
+NEAR = 0.65
+"""Of the letters that a key and a known one share in order: with less, two short words are taken for one another (foo, pool)."""
 _EXPECTATIONS = {
     "float_type": "must be a number",
     "int_type": "must be a whole number",
@@ -294,7 +296,7 @@ def _expectation(kind: str, context: Mapping[str, object], value: object, messag
 
 def _nearest(key: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, names, n=1, cutoff=NEAR)
     if close:
         return f"did you mean {close[0]}?"
     return f"known keys are {', '.join(names)}" if names else "no keys are known here; take it out"

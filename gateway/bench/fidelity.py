@@ -24,7 +24,7 @@ from backends.simulated import sequence as simulated
 from backends.simulated.profiles import EngineOptions, Profile, build_engine, load_profile
 from gateway.replay.chart import Line, Panel, svg
 from gateway.replay.figures import quantile
-from gateway.replay.trace import TraceError
+from gateway.replay.trace import TraceError, why
 
 LOGS_DIR = Path(__file__).parent / "data" / "logs"
 COLUMNS = ("queued_s", "first_token_s", "last_token_s", "prompt_tokens", "output_tokens")
@@ -119,7 +119,7 @@ def read_log(path: Path) -> list[Entry]:
                 raise TraceError(f"{path}: has no column {missing[0]}; its first line must name {', '.join(COLUMNS)}")
             entries = [_entry(path, reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); give a CSV file") from None
+        raise TraceError(f"{path}: cannot be read ({why(error)}); give a CSV file") from None
     if not entries:
         raise TraceError(f"{path}: no requests in it; it must have a header line and one line a request")
     return sorted(entries, key=lambda entry: entry.queued_s)

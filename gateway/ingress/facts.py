@@ -76,6 +76,8 @@ def read_json(
 
     default_model    taken when the body names none
     """
+    if not body or body.isspace():
+        raise _bad_request("body is empty: send one JSON object")
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:

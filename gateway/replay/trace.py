@@ -150,11 +150,16 @@ def _recorded(path: Path, class_name: str) -> list[Request]:
     ]
 
 
+def why(error: Exception) -> str:
+    """Of a file that cannot be read, without what is said of it anyway."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
 def _rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mapping[str, str]]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); give a CSV file") from None
+        raise TraceError(f"{path}: cannot be read ({why(error)}); give a CSV file") from None
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line and not line.startswith("#")]
     reader = csv.DictReader(line for _, line in lines)
     missing = [name for name in needed if name not in (reader.fieldnames or ())]
@@ -205,7 +210,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, str]]:
                 if text.strip():
                     yield line, text
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); give a JSON Lines file") from None
+        raise TraceError(f"{path}: cannot be read ({why(error)}); give a JSON Lines file") from None
 
 
 def _of_mooncake(path: Path, line: int, text: str, class_name: str) -> Request:

@@ -338,6 +338,21 @@ def test_an_engine_pads_where_the_operator_says_so_and_nowhere_else(file: Path) 
     assert "engines[0].pads" in problems_of(file, "engines: [{url: http://a:1, pads: 3}]\n")
 
 
+@pytest.mark.parametrize("given", ["-3", "257", "2.5", "many", "'4'", "[1]"])
+def test_how_many_workers_is_auto_or_a_number(file: Path, given: str) -> None:
+    told = problems_of(file, f"workers: {given}\n")
+
+    assert "headrace.yaml:1: workers is " in told
+    assert "must be auto (one a core) or a whole number up to 256; leave it out for one process" in told
+
+
+def test_a_key_that_is_like_no_other_is_not_taken_for_one(file: Path) -> None:
+    told = problems_of(file, "foo: 1\n")
+
+    assert "foo is unknown; known keys are " in told
+    assert "mean" not in told
+
+
 def test_a_price_is_a_number_that_is_not_negative(file: Path) -> None:
     told = problems_of(file, "kwh_price: -1\nengines: [{url: http://a:1, gpus: 0, gpu_hour_price: .inf}]\n")
 

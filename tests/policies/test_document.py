@@ -138,6 +138,7 @@ def test_a_negative_objective_is_refused_in_the_words_of_the_house() -> None:
         ("tenants: {acme: {highest_class: noon}}", "tenants.acme.highest_class is 'noon'; must name a class"),
         ("tenants: {acme: {weight: 0}}", "tenants.acme.weight is 0; must be > 0"),
         ("tenants: {acme: {wieght: 1}}", "tenants.acme.wieght is unknown; did you mean weight?"),
+        ("tenants: {acme: {white: 1}}", "tenants.acme.white is unknown; known keys are "),
     ],
 )
 def test_a_document_that_contradicts_itself_is_refused_at_the_key(line: str, expected: str) -> None:

@@ -98,6 +98,11 @@ def test_depth_is_counted_whatever_strings_hold(value: object, depth_max: int) -
         assert _too_deep(orjson.dumps(value)) == (depth_of(value) > depth_max)
 
 
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_an_empty_body_is_called_so(body: bytes) -> None:
+    assert refusal_of(body).message == "body is empty: send one JSON object"
+
+
 def depth_of(value: object) -> int:
     if isinstance(value, dict):
         return 1 + max(map(depth_of, value.values()), default=0)

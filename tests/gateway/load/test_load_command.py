@@ -142,7 +142,7 @@ def test_errors_are_told_with_what_the_first_said(engine_url: str, capsys: pytes
         (["--burst", "50:2:10", "--clients", "1"], "--burst says what comes between"),
         (["--rate", "5", "--header", "secret"], "expected 'NAME: VALUE'"),
         (["--rate", "5", "--key-env", "NO_SUCH_VARIABLE"], "the environment has no such variable"),
-        (["--trace", "/nowhere.csv"], "/nowhere.csv: cannot be read"),
+        (["--trace", "/nowhere.csv"], "/nowhere.csv: cannot be read (No such file or directory)"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(

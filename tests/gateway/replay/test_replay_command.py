@@ -73,7 +73,8 @@ def test_the_page_defines_every_figure() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["nowhere.csv"], "cannot be read"),
+        (["nowhere.csv"], "nowhere.csv: cannot be read (No such file or directory); give a CSV file"),
+        (["nowhere.jsonl"], "nowhere.jsonl: cannot be read (No such file or directory); give a JSON Lines file"),
         ([TRACE, "--rate", "0"], "--rate and --for must be > 0"),
         ([TRACE, "--engine", "h100"], "did you mean"),
         ([TRACE, "--engine", "rtx4090_llama31_8b_tp1", "--engine", "rtx4090_llama31_8b_tp1"], "names must differ"),
