@@ -118,6 +118,14 @@ def test_an_arrival_counts_for_a_minute() -> None:
     assert reserve.tokens < busy
 
 
+def test_no_more_arrivals_are_kept_than_count_though_nobody_looks() -> None:
+    reserve = Reserve()
+    for second in range(3600):
+        reserve.granted(float(second))
+
+    assert len(reserve._arrivals) == 61
+
+
 @given(LENGTHS, st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1.0))
 def test_more_room_never_makes_more_late(prompts: list[int], one: float, other: float, per_token: float) -> None:
     shocks = Shocks(prompts)

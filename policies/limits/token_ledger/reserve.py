@@ -72,6 +72,7 @@ class Reserve:
     def granted(self, now_s: float) -> None:
         """An urgent work was given to the engine."""
         self._arrivals.append(now_s)
+        self._forget(now_s)  # an engine that tells nothing of its memory is never looked at
 
     def look(
         self,
@@ -89,12 +90,10 @@ class Reserve:
         patience_s     that a long prompt can wait for memory; >= 0
         spare_tokens   that patient works leave free in any case
         """
-        arrivals = self._arrivals
-        while arrivals and arrivals[0] < now_s - ARRIVALS_S:
-            arrivals.popleft()
+        self._forget(now_s)
         if self._since_s is None:
             self._since_s = now_s
-        per_s = max(1, len(arrivals)) / min(ARRIVALS_S, max(LEAST_ARRIVALS_S, now_s - self._since_s))
+        per_s = max(1, len(self._arrivals)) / min(ARRIVALS_S, max(LEAST_ARRIVALS_S, now_s - self._since_s))
         rate = max(LEAST_RATE, BELIEVED_RATE * (ending_per_s - per_s * shocks.mean))
         room, arrivals_per_token = spare_tokens + rate * patience_s, per_s / rate
         low, high = 0.0, float(shocks.longest)
@@ -107,6 +106,10 @@ class Reserve:
             else:
                 low = middle
         self.tokens = high
+
+    def _forget(self, now_s: float) -> None:
+        while self._arrivals and self._arrivals[0] < now_s - ARRIVALS_S:
+            self._arrivals.popleft()
 
     def __repr__(self) -> str:
         return f"<Reserve {self.tokens:.0f} tokens>"
