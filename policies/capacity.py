@@ -7,7 +7,7 @@ in flight never gives more room, so the number is found by halving: about ten qu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from policies.placement import suited
 from policies.schema import ClassPolicy
@@ -50,25 +50,12 @@ def _fit(work: Work, view: EngineView, sizing: SizingPolicy, now_s: float) -> tu
     fewest, most, binding = 0, MOST, Guard.NONE
     while fewest < most:
         tried = (fewest + most) // 2
-        verdict = sizing.admit(work, _with(view, work, tried), now_s)
+        verdict = sizing.admit(work, view.with_more(work, tried), now_s)
         if verdict.admitted:
             fewest = tried + 1
         else:
             most, binding = tried, verdict.binding
     return fewest, binding
-
-
-def _with(view: EngineView, work: Work, works: int) -> EngineView:
-    """The engine once so many such works have been placed there."""
-    if not works:
-        return view
-    name, tokens = work.class_name, works * work.prompt_tokens
-    return replace(
-        view,
-        in_flight={**view.in_flight, name: view.in_flight.get(name, 0) + works},
-        kv_tokens=view.kv_tokens + tokens,
-        prefill_tokens=view.prefill_tokens + tokens,
-    )
 
 
 def largest_batch(one: ClassPolicy, *, waiting: int, parts_at_once: int, inputs_max: int) -> int:

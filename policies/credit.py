@@ -16,7 +16,7 @@ Pure: the views count everything in flight, unspent credit included.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from policies.schema import Policy
 from policies.sizing import SizingPolicy
@@ -45,13 +45,7 @@ def room(work: Work, engine: EngineView, sizing: SizingPolicy, now_s: float, *, 
     view, found = engine, 0
     while found < most and sizing.admit(work, view, now_s).admitted:
         found += 1
-        in_flight = {**view.in_flight, work.class_name: view.in_flight.get(work.class_name, 0) + 1}
-        view = replace(
-            view,
-            in_flight=in_flight,
-            kv_tokens=view.kv_tokens + work.prompt_tokens,
-            prefill_tokens=view.prefill_tokens + work.prompt_tokens,
-        )
+        view = view.with_more(work)
     return found
 
 

@@ -300,7 +300,7 @@ class _Round:
     def _place(self, work: Work, chosen: Chosen, turn: str) -> None:
         self.placements.append(_placement(chosen, self._policy, self._now_s, turn))
         view = chosen.candidate.view
-        chosen.candidate.take(chosen.work, self._now_s)
+        chosen.candidate.take(chosen.work)
         self._placed.add(work.id)
         self._draw = (self._draw + GOLDEN) % 1.0
         _count(self._placed_by_tenant, work.tenant)

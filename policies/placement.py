@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from policies.estimators.prefix_caches import PrefixCaches
 from policies.schema import USUAL_PROMPT_TOKENS_PER_S
@@ -71,21 +71,9 @@ class Candidate:
         self.context = _context(self.view)
         self.foreign = max(0.0, _seen(self.view) - self.view.in_flight_total)
 
-    def take(self, work: Work, now_s: float) -> None:
-        """Count a work as placed here, before anything is sent."""
-        view = self.view
-        in_flight = {**view.in_flight, work.class_name: view.in_flight.get(work.class_name, 0) + 1}
-        extra = view.extra_sequences
-        if work.sequences > 1:
-            extra = {**extra, work.class_name: extra.get(work.class_name, 0) + work.sequences - 1}
-        self.view = replace(
-            view,
-            in_flight=in_flight,
-            extra_sequences=extra,
-            kv_tokens=view.kv_tokens + work.prompt_tokens,
-            prefill_tokens=view.prefill_tokens + work.computed_tokens,
-            last_grant_s=now_s,
-        )
+    def take(self, work: Work) -> None:
+        """Count a work as placed here."""
+        self.view = self.view.with_more(work)
 
     def holds(self, class_name: str, sizing: SizingPolicy) -> float | None:
         """Works of the class that the engine has room for when it is empty, which stands during a round; None: not known."""

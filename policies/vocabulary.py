@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -130,7 +130,7 @@ class EngineView:
     extra_sequences  sequences that these works decode beyond one each, by class name, where we count works one by one
     kv_tokens        prompt + generated tokens of our works in flight, in whole blocks
     prefill_tokens   prompt tokens of our works that have shown no first token yet
-    last_grant_s     pool time of the latest grant; -inf when never
+    placed_tokens    those of them that are counted here by `with_more` alone, by class name
     preemptions_total, prompt_tokens_total, generation_tokens_total   the engine's counters, since it started
     prefix_hits_total   prompt tokens that it found in its prefix cache, since it started
     start_time_s     of the engine's process, on a clock of its own: only a change of it means something
@@ -152,7 +152,6 @@ class EngineView:
     in_flight: Mapping[str, int] = field(default_factory=dict)
     kv_tokens: int = 0
     prefill_tokens: int = 0
-    last_grant_s: float = -math.inf
     kv_used_fraction: Reading = UNKNOWN
     kv_capacity_tokens: Reading = UNKNOWN
     running: Reading = UNKNOWN
@@ -176,6 +175,7 @@ class EngineView:
     gpu_slowed: Reading = UNKNOWN
     gpu_energy_j_total: Reading = UNKNOWN
     extra_sequences: Mapping[str, int] = field(default_factory=dict)
+    placed_tokens: Mapping[str, int] = field(default_factory=dict)
     on_credit: int = 0
     spot: bool = False
     canary: float = 1.0
@@ -199,6 +199,21 @@ class EngineView:
     def sequences_total(self) -> int:
         """Sequences of all works here."""
         return sum(self.in_flight.values()) + sum(self.extra_sequences.values())
+
+    def with_more(self, work: Work, works: int = 1) -> EngineView:
+        """The engine once so many works like this one have been placed here, before anything is sent."""
+        name, computed_tokens = work.class_name, works * work.computed_tokens
+        extra = self.extra_sequences
+        if work.sequences > 1:
+            extra = {**extra, name: extra.get(name, 0) + works * (work.sequences - 1)}
+        return replace(
+            self,
+            in_flight={**self.in_flight, name: self.in_flight.get(name, 0) + works},
+            extra_sequences=extra,
+            kv_tokens=self.kv_tokens + works * work.prompt_tokens,
+            prefill_tokens=self.prefill_tokens + computed_tokens,
+            placed_tokens={**self.placed_tokens, name: self.placed_tokens.get(name, 0) + computed_tokens},
+        )
 
 
 class Guard(StrEnum):

@@ -197,7 +197,7 @@ class Engine:
             on_credit=ledger.on_credit,
             kv_tokens=ledger.kv_tokens,
             prefill_tokens=ledger.prefill_tokens,
-            last_grant_s=ledger.last_grant_s,
+            placed_tokens={},
             spot=self.settings.spot,
             canary=self.settings.canary,
             speaks=_nothing if self.backend is None else self.backend.speaks,

@@ -80,7 +80,6 @@ class EngineLedger:
     in_flight: dict[str, int] = field(default_factory=dict)
     kv_tokens: int = 0
     prefill_tokens: int = 0
-    last_grant_s: float = float("-inf")
     version: int = 0
     refreshed: int = 0
     allowed: dict[str, int] = field(default_factory=dict)
@@ -101,7 +100,6 @@ class EngineLedger:
         self._count(work.class_name, 1, entry.kv_tokens, entry.prefill_tokens)
         if work.sequences > 1:
             self.extra_sequences[work.class_name] = self.extra_sequences.get(work.class_name, 0) + work.sequences - 1
-        self.last_grant_s = now_s
         self.version += 1
 
     def first_token(self, work_id: str, attempt: int) -> None:

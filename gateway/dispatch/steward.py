@@ -334,6 +334,7 @@ class Steward:
         # While something waits, room is somebody's: then nobody holds more of it than it is about to use.
         spare = 0 if any(waiting.values()) else 1
         for class_name in creditable(self._store.current, waiting):
+            prompt_tokens = self._typical_prompt(class_name)
             for index, view in enumerate(views):
                 place = (view.name, class_name)
                 unspent = [other.unspent(place).works for other in others]
@@ -342,7 +343,7 @@ class Steward:
                     view,
                     self._sizing,
                     [other.rates.get(place, 0.0) for other in others],
-                    prompt_tokens=self._typical_prompt(class_name),
+                    prompt_tokens=prompt_tokens,
                     unspent=unspent,
                     now_s=now_s,
                     spare=spare,
@@ -350,7 +351,7 @@ class Steward:
                 for session, allowance in zip(sessions, allowances, strict=True):
                     wanted[session][place] = allowance
                 more = sum(max(0, one.works - held) for one, held in zip(allowances, unspent, strict=True))
-                views[index] = _with_more(view, class_name, more)
+                views[index] = view.with_more(typical(class_name, prompt_tokens, now_s), more)
         return wanted
 
     def _floors(
@@ -501,11 +502,6 @@ _NOTHING = Allowance(0, 0, 0)
 
 def _when(news: News) -> float:
     return news[0]
-
-
-def _with_more(view: EngineView, class_name: str, works: int) -> EngineView:
-    """The view with so many works more, which another class's credit has to leave room for."""
-    return replace(view, in_flight={**view.in_flight, class_name: view.in_flight.get(class_name, 0) + works})
 
 
 def _beyond(most: InFlight, runs: InFlight) -> InFlight:

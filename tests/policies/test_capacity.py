@@ -30,7 +30,7 @@ def test_so_many_fit_as_find_room_one_after_another(
     for view in suited(one, views):
         candidate, here = Candidate(view), 0
         while here < MOST and sizing.admit(one, candidate.view, NOW_S).admitted:
-            candidate.take(one, NOW_S)
+            candidate.take(one)
             here += 1
         placed += here
     assert found.inputs == (0 if found.too_long else placed)

@@ -252,10 +252,10 @@ def test_a_work_finds_no_engine_where_all_are_full() -> None:
 def test_a_placement_counts_at_once_in_the_candidates_view() -> None:
     candidate = Candidate(engine("e0", {"chat": 1}))
 
-    candidate.take(work("w", prompt_tokens=100), NOW_S)
+    candidate.take(work("w", prompt_tokens=100))
 
     view = candidate.view
-    assert (view.in_flight, view.kv_tokens, view.prefill_tokens, view.last_grant_s) == ({"chat": 2}, 100, 100, NOW_S)
+    assert (view.in_flight, view.kv_tokens, view.prefill_tokens) == ({"chat": 2}, 100, 100)
 
 
 class Foretelling(FixedLimits):

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.credit import room, typical
+from policies.dispatching import plan_round
 from policies.estimators.survival import HORIZONS, Lengths
 from policies.limits.token_ledger import TokenLedger, guards
 from policies.limits.token_ledger.account import CORRELATION, NOTHING, Account, Sums, forecast, newcomer
@@ -435,6 +437,31 @@ def test_prompts_that_other_processes_were_given_count_whole() -> None:
     view = told({"chat": 2}, kv_tokens=8000, prefill_tokens=8000)
 
     assert account.pending(view, account.beyond(view)) == (1000 + 3000, 0)
+
+
+@pytest.mark.parametrize("bulk", [0, 1])
+def test_bulk_that_a_round_has_placed_lets_no_more_urgent_prompts_into_the_pipe(bulk: int) -> None:
+    of_round = policy(POLICY_TEXT.replace("sizing:\n", "sizing:\n  policy: token_ledger\n"))
+    ledger = TokenLedger(of_round)
+    ledger.on_event(Progressed("e0", [Running(work("c", "chat", prompt_tokens=500), 1, 10, True)]), NOW_S)
+    view = told({"chat": 1}, kv_tokens=510)
+    ledger.on_event(Sampled(view), NOW_S)
+    urgent = [work(f"c{number}", "chat", prompt_tokens=500) for number in range(20)]
+    patient = [work(f"n{number}", "night", prompt_tokens=10) for number in range(bulk)]
+
+    placed = [one.work.class_name for one in plan_round([*urgent, *patient], [view], ledger, of_round, NOW_S, 0.5)]
+
+    assert (placed.count("night"), placed.count("chat")) == (bulk, 4)
+
+
+@pytest.mark.parametrize("bulk", [0, 1])
+def test_bulk_of_other_processes_makes_no_more_room_for_urgent_credit(bulk: int) -> None:
+    ledger = TokenLedger(POLICY)
+    ledger.on_event(Progressed("e0", [Running(work("c", "chat", prompt_tokens=500), 1, 10, True)]), NOW_S)
+    view = told({"chat": 1, "night": bulk}, kv_tokens=510)
+    ledger.on_event(Sampled(view), NOW_S)
+
+    assert room(typical("chat", 500, NOW_S), view, ledger, NOW_S) == 4
 
 
 def test_the_pipe_is_thin_where_the_objective_leaves_room_for_many_prompts() -> None:

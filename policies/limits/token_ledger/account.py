@@ -416,13 +416,15 @@ class Account:
         ]
 
     def pending(self, view: EngineView, beyond: Sequence[tuple[str, int]]) -> tuple[float, float]:
-        """Prompt tokens to be computed yet: of urgent works, of all others. Of prompts that are no entries nobody here knows
-        what is cached."""
-        sums = self.sums
-        more = max(0, view.prefill_tokens - sums.pending_prompts - sums.assumed)
+        """Prompt tokens to be computed yet: of urgent works, of all others. Of prompts that are no entries, and that no round has
+        placed, nobody here knows what is cached nor whose they are: they are others' once anything of others is there."""
+        sums, placed = self.sums, view.placed_tokens
+        urgent = sums.pending_urgent + sum(tokens for name, tokens in placed.items() if name in self._urgent)
+        patient = sums.pending_patient + sum(tokens for name, tokens in placed.items() if name not in self._urgent)
+        more = max(0, view.prefill_tokens - sums.pending_prompts - sums.assumed - sum(placed.values()))
         if any(name not in self._urgent for name, _ in beyond):
-            return sums.pending_urgent, sums.pending_patient + more
-        return sums.pending_urgent + more, sums.pending_patient
+            return urgent, patient + more
+        return urgent + more, patient
 
     def restarted(self) -> None:
         """The engine is a new process: its memory is empty, its machine is the same."""
