@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from policies.credit import room, typical
 from policies.dispatching import plan_round
 from policies.estimators.survival import HORIZONS, Lengths
+from policies.limits.fixed import taken
 from policies.limits.token_ledger import TokenLedger, guards
 from policies.limits.token_ledger.account import CORRELATION, NOTHING, Account, Sums, forecast, newcomer
 from policies.limits.token_ledger.black_box import START_TOKENS, BlackBox
@@ -778,6 +779,29 @@ def test_a_window_that_is_not_needed_does_not_grow(held: int, backlog: bool) -> 
     assert growth.limit == 10.0
 
 
+@pytest.mark.parametrize("sequences", [1, 3, 4, 8, 64])
+def test_works_of_many_sequences_do_not_keep_a_window_from_growing(sequences: int) -> None:
+    growth, held = Growth(4.0, 1024.0, new=False), 0
+    for tick in range(1200):
+        while held + taken(sequences, int(growth.limit)) <= int(growth.limit):
+            held += sequences
+        growth.tick(held=held, backlog=True, clear=True, now_s=tick / 4, sequences=sequences)
+
+    assert growth.limit == 1024
+
+
+def test_the_window_of_an_engine_grows_by_the_size_of_the_works_that_come() -> None:
+    ledger = TokenLedger(POLICY)
+    one = work("n", "night", sequences=4)
+    ledger.on_event(Granted(one, "e0", 1), NOW_S)
+    ledger.on_event(FirstToken(one, "e0", 0.1), NOW_S)
+    view = replace(told({"night": 1}, kv_tokens=40), extra_sequences={"night": 3})
+    for tick in range(20):
+        ledger.on_event(Sampled(view, {"night": 8}), NOW_S + tick / 4)
+
+    assert ledger.admit(replace(one, id="m"), view, NOW_S + 5).admitted
+
+
 def test_a_window_is_cut_once_in_a_dead_time_to_a_part_of_what_is_in_flight() -> None:
     growth = Growth(100.0, 100.0)
 
@@ -974,6 +998,22 @@ def test_an_engine_without_metrics_is_bounded_by_tokens_that_grow_while_it_answe
     assert grown > 4 * start
     assert box.limit_tokens == pytest.approx(0.85 * grown)
     assert box.peak_tokens == grown
+
+
+@pytest.mark.parametrize("prompt_tokens", [500, 5000, 9000, 20_000])
+def test_an_engine_without_metrics_is_found_to_bear_more_than_one_long_prompt(prompt_tokens: int) -> None:
+    ledger, held = TokenLedger(POLICY), 0
+    for tick in range(240):
+        now_s = NOW_S + tick / 4
+        view = replace(told({"night": held}, kv_tokens=held * prompt_tokens), kv_capacity_tokens=UNKNOWN)
+        ledger.on_event(Sampled(view, {"night": 8}), now_s)
+        one = work(f"n{held}", "night", prompt_tokens=prompt_tokens)
+        if ledger.admit(one, view, now_s).binding in {Guard.NONE, Guard.WINDOW}:
+            ledger.on_event(Granted(one, "e0", 1), now_s)
+            ledger.on_event(FirstToken(one, "e0", 0.1), now_s)
+            held += 1
+
+    assert held * prompt_tokens > 100_000
 
 
 def test_a_silent_engine_whose_gaps_tear_is_given_less() -> None:

@@ -1,7 +1,7 @@
 """An engine that tells nothing of its memory: how many tokens it bears is found out by how it answers.
 
-The tokens in flight are bounded. The bound grows while it is used and the worst first token is well inside its objective:
-by half a second before the first loss, then towards the level at which it was lost, slower the nearer it is; and it
+The tokens in flight are bounded. The bound grows while it is used, or too full for the next work, and the worst first token is well
+inside its objective: by half a second before the first loss, then towards the level at which it was lost, slower the nearer it is; and it
 leaves BACKOFF of itself when first tokens or gaps show that it was too much, once in LOSS_EVERY_S.
 """
 
@@ -41,8 +41,11 @@ class BlackBox:
         self.peak_tokens = max(most_tokens, self.limit_tokens)
         self.ticked_s = None
 
-    def tick(self, held_tokens: float, *, worst: float | None, gap_s: float | None, now_s: float) -> None:
-        """worst: of the latest first tokens, the largest part used of the time allowed; gap_s: between tokens, now."""
+    def tick(
+        self, held_tokens: float, *, worst: float | None, gap_s: float | None, now_s: float, next_tokens: float = 0.0
+    ) -> None:
+        """worst: of the latest first tokens, the largest part used of the time allowed; gap_s: between tokens, now; next_tokens: what
+        the work that comes next asks for; 0 where none waits."""
         since_s = 0.0 if self.ticked_s is None else min(1.0, max(0.0, now_s - self.ticked_s))
         self.ticked_s = now_s
         torn = gap_s is not None and self.usual_gap_s is not None and gap_s > GAP_FACTOR * self.usual_gap_s
@@ -54,7 +57,9 @@ class BlackBox:
                 self.lost_s = now_s
                 self.peak_tokens = self.limit_tokens
                 self.limit_tokens = max(LEAST_TOKENS, BACKOFF * self.limit_tokens)
-        elif held_tokens >= USED_SHARE * self.limit_tokens and (worst is None or worst < EASY):
+        elif (worst is None or worst < EASY) and (
+            held_tokens >= USED_SHARE * self.limit_tokens or held_tokens + next_tokens > self.limit_tokens
+        ):
             if self.peak_tokens is None:
                 self.limit_tokens *= NEW_FACTOR_PER_S**since_s
             else:

@@ -352,9 +352,11 @@ class TokenLedger:
         )
         self._look_at_reserve(mine, view, now_s)
         worst = max((used for _, used, _ in account.first_tokens), default=None)
+        following = self._next(event)
         if mine.silent:
-            mine.black_box.tick(view.kv_tokens, worst=worst, gap_s=account.gap_s, now_s=now_s)
-        self._move_window(mine, event, now_s)
+            asks = 0.0 if following is None else following.prompt_tokens + self._newcomer(following)[0][0]
+            mine.black_box.tick(view.kv_tokens, worst=worst, gap_s=account.gap_s, now_s=now_s, next_tokens=asks)
+        self._move_window(mine, event, now_s, sequences=1 if following is None else following.sequences)
 
     def _look_at_reserve(self, mine: _Engine, view: EngineView, now_s: float) -> None:
         """A tick: how much memory patient works leave free for urgent ones to come."""
@@ -375,8 +377,15 @@ class TokenLedger:
             now_s=now_s,
         )
 
-    def _move_window(self, mine: _Engine, event: Sampled, now_s: float) -> None:
-        """Grow, hold or shrink by what the guards say of a usual work without an objective."""
+    def _next(self, event: Sampled) -> Work | None:
+        """Of the first class without an objective in which works wait, the latest that was granted: the next is probably like it.
+        None: none waits, or none was granted yet."""
+        names = (name for name in self._policy.classes if name not in self._objectives and event.queued.get(name))
+        prompts = self._prompts.get(next(names, ""))
+        return prompts[-1] if prompts else None
+
+    def _move_window(self, mine: _Engine, event: Sampled, now_s: float, *, sequences: int) -> None:
+        """Grow, hold or shrink by what the guards say of a usual work without an objective. sequences: of the next one."""
         view, growth = event.view, mine.growth
         names = [name for name in self._policy.classes if name not in self._objectives]
         queued = [name for name in names if event.queued.get(name)]
@@ -407,7 +416,7 @@ class TokenLedger:
             return  # by the clock it would be large before a slow engine has shown how slow it is
         clear = not failed and warmth is Heat.COOL and not mine.missed_polls
         slowly = now_s - mine.hot_s < HOT_REMEMBERED_S
-        growth.tick(held=held, backlog=bool(queued), clear=clear, now_s=now_s, slowly=slowly)
+        growth.tick(held=held, backlog=bool(queued), clear=clear, now_s=now_s, slowly=slowly, sequences=sequences)
 
     def _heat(self, view: EngineView) -> Heat:
         fields = self._fields
