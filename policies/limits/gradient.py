@@ -5,7 +5,7 @@ What it does: each first token compares the time it took with the long-run avera
 When latency has fallen to less than half of the average, the average is let down faster, so that one bad hour does not
 pass for normal.
 
-Inputs: times from send to first token, and works in flight as of the last control tick.
+Inputs: times from send to first token, and sequences in flight as of the last control tick.
 
 Trade-off: it needs no objective and finds the knee of a server whose latency is queueing. An LLM's first token depends
 first of all on the prompt's length, so the gradient follows the mix of prompts; and slowly rising latency becomes the
@@ -28,12 +28,12 @@ WARM_UP_SAMPLES = 10
 class Gradient:
     """See the module header."""
 
-    __slots__ = ("_fields", "_in_flight", "_limit", "_long_s", "_samples")
+    __slots__ = ("_fields", "_limit", "_long_s", "_samples", "_sequences")
 
     def __init__(self, policy: Policy) -> None:
         self._fields = fields = policy.sizing.gradient
         self._limit = SharedLimit(policy, start=fields.start, least=fields.least, most=fields.most)
-        self._in_flight: dict[str, int] = {}
+        self._sequences: dict[str, int] = {}
         self._long_s: dict[str, float] = {}
         self._samples: dict[str, int] = {}
 
@@ -46,7 +46,7 @@ class Gradient:
     def on_event(self, event: SizingEvent, now_s: float) -> None:  # noqa: ARG002 - the contract's
         """Move an engine's limit at a first token."""
         if isinstance(event, Sampled):
-            self._in_flight[event.view.name] = event.view.in_flight_total
+            self._sequences[event.view.name] = event.view.sequences_total
         elif isinstance(event, FirstToken):
             self._on_sample(event.engine, event.engine_ttft_s)
 
@@ -55,7 +55,7 @@ class Gradient:
         long_s = self._averaged(engine, short_s)
         if long_s > 2 * short_s:
             self._long_s[engine] = long_s * 0.95
-        if 2 * self._in_flight.get(engine, 0) < limit:
+        if 2 * self._sequences.get(engine, 0) < limit:
             return
         gradient = max(0.5, min(1.0, fields.tolerance * long_s / short_s))
         wanted = limit * gradient + fields.headroom

@@ -46,6 +46,18 @@ def busy(in_flight: int = 40) -> Sampled:
     return Sampled(engine(in_flight={"chat": in_flight}))
 
 
+@pytest.mark.parametrize("make", [Aimd, Gradient])
+def test_a_limit_is_used_by_sequences_as_it_is_kept(make: type[Aimd | Gradient]) -> None:
+    sizing = make(POLICY)
+    start = limit(sizing) or 0
+    sizing.on_event(Sampled(engine(in_flight={"chat": 2}, extra_sequences={"chat": 14})), NOW_S)
+
+    sizing.on_event(FirstToken(work("w", deadline_s=NOW_S + 1), "e0", 0.1), NOW_S)
+    sizing.on_event(FirstToken(work("w", deadline_s=NOW_S + 1), "e0", 0.1), NOW_S)
+
+    assert (limit(sizing) or 0) > start
+
+
 # -- aimd
 
 
