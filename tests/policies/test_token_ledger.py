@@ -557,6 +557,46 @@ def test_a_prompt_that_makes_others_late_passes_now_and_then_when_nothing_is_pen
     assert [one.passed for one in found if one is not None] == [True, False, False]
 
 
+def beside_long_prompts(ledger: TokenLedger, tokens: int = 3000) -> EngineView:
+    """An engine on which one urgent work decodes, where urgent prompts are so long."""
+    for number in range(30):
+        ledger.on_event(Granted(work(f"c{number}", "chat", prompt_tokens=tokens), "e0", 1), NOW_S)
+    ledger.on_event(Progressed("e0", [Running(work("c0", "chat", prompt_tokens=tokens), 1, 10, True)]), NOW_S)
+    view = told({"chat": 1}, kv_tokens=tokens + 10)
+    ledger.on_event(Sampled(view, {"night": 8}), NOW_S)
+    return view
+
+
+@pytest.mark.parametrize("tokens", [100, 1500, 2000, 2900, 3000, 12_000])
+def test_no_prompt_is_too_short_to_be_let_in_ever_where_a_longer_one_is(tokens: int) -> None:
+    ledger = TokenLedger(POLICY)
+    view = beside_long_prompts(ledger)
+
+    assert ledger.admit(work("x", "night", prompt_tokens=tokens), view, NOW_S + 20).admitted
+
+
+def test_one_prompt_in_twenty_seconds_may_make_somebody_late() -> None:
+    ledger = TokenLedger(POLICY)
+    view = beside_long_prompts(ledger)
+    first, then = (work(name, "night", prompt_tokens=2000) for name in "xy")
+    ledger.on_event(Granted(first, "e0", 1), NOW_S)
+    ledger.on_event(Finished(first, "e0", None), NOW_S + 1)
+
+    found = [ledger.admit(then, view, NOW_S + at_s) for at_s in (1, 19, 20)]
+
+    assert [reading(one, Guard.TTFT)[2] for one in found] == [False, False, True]
+
+
+def test_where_steps_alone_make_urgent_works_late_no_prompt_may() -> None:
+    account, fields = Account(URGENT, Lengths()), POLICY.sizing.token_ledger
+    slow = replace(SCENE, oversize_due=True, held_tokens=1e7)
+
+    for tokens in (10, 38_000):
+        found = guards.first_token(slow, Asked(tokens, tokens, 1, None, NOTHING[:4], NOTHING), account.step, fields)
+        assert found is not None
+        assert not found.passed
+
+
 @pytest.mark.parametrize(("slowdown", "factor"), [(None, ALONE_FACTOR), (1.3, 1.21), (1.5, 1.35), (3.0, ALONE_FACTOR)])
 def test_a_promised_slowdown_bounds_what_bulk_may_do_to_a_first_token(slowdown: float | None, factor: float) -> None:
     assert guards.alone_factor(slowdown, POLICY.sizing.token_ledger) == pytest.approx(factor)

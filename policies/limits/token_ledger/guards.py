@@ -30,7 +30,6 @@ ALONE_FACTOR = 1.5
 """What an empty engine cannot do in time is not patient work's fault: its threshold is no lower than this times that."""
 GAP_SHARE = 0.95
 """Of an objective on gaps, that works which can wait may bring it to: answers differ around the mean."""
-OVERSIZE_SHARE = 0.5
 MOST_DOUBT = 0.3
 MEMORY_DRIFT = 0.02
 
@@ -67,7 +66,7 @@ class Scene:
                                    None: not known
     usual_memory_fraction          the least GPU memory in use that was ever seen here
     ttft_factor                    times the predicted first token, by those of late
-    oversize_due                   time for one prompt that nobody with an objective could be in time behind
+    oversize_due                   time for one prompt that the hypothetical work would be late behind
     """
 
     held_tokens: float
@@ -183,16 +182,37 @@ def knee(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing
 
 def first_token(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> GuardReading | None:
     """An urgent work with a long prompt that arrives right after this one: its predicted first token. What came later than
-    predicted of late makes it longer; what came earlier does not let more in."""
-    hypothesis = scene.hypothesis
+    predicted of late makes it longer; what came earlier does not let more in. A prompt that is too long for that by itself has
+    leave to make one late, when nothing else is pending and it is time: it would never be let in."""
+    pending = scene.pending_urgent + scene.pending_patient + scene.queued_tokens
+    there = scene.sequences + asked.sequences, scene.held_tokens
+    found = urgent_behind(pending + asked.computed_tokens, *there, scene.hypothesis, model, fields, scene.ttft_factor)
+    if found is None:
+        return None
+    value, threshold = found
+    if value > threshold and scene.oversize_due and not pending:
+        empty = urgent_behind(0.0, *there, scene.hypothesis, model, fields, scene.ttft_factor)
+        if empty is not None and empty[0] <= threshold:
+            threshold = value
+    return _reading(Guard.TTFT, value, threshold)
+
+
+def urgent_behind(  # noqa: PLR0917 - the first three are what a first token is predicted from
+    pending_tokens: float,
+    sequences: float,
+    held_tokens: float,
+    hypothesis: Hypothesis,
+    model: StepModel,
+    fields: TokenLedgerSizing,
+    ttft_factor: float,
+) -> tuple[float, float] | None:
+    """(predicted first token of the hypothetical urgent work behind so much, what it may take); None: there is no such work."""
     if hypothesis.tokens is None or hypothesis.objective_s is None:
         return None
-    doubt = (1 + min(MOST_DOUBT, model.error)) * max(1.0, scene.ttft_factor)
-    pending = scene.pending_urgent + scene.pending_patient + scene.queued_tokens + asked.computed_tokens
-    value = doubt * model.ttft_s(pending + hypothesis.tokens, scene.sequences + asked.sequences, scene.held_tokens)
+    doubt = (1 + min(MOST_DOUBT, model.error)) * max(1.0, ttft_factor)
+    value = doubt * model.ttft_s(pending_tokens + hypothesis.tokens, sequences, held_tokens)
     alone = doubt * max(alone_s(hypothesis.tokens, model), hypothesis.usual_s)
-    threshold = max(fields.caution * hypothesis.objective_s, hypothesis.alone_factor * alone)
-    return _reading(Guard.TTFT, value, max(threshold, value) if _oversize(scene, asked, model, fields) else threshold)
+    return value, max(fields.caution * hypothesis.objective_s, hypothesis.alone_factor * alone)
 
 
 def load(scene: Scene, asked: Asked, model: StepModel, urgent: UrgentLoad) -> GuardReading | None:
@@ -273,18 +293,6 @@ def heat(view: EngineView, fields: TokenLedgerSizing) -> list[GuardReading]:
 
 def stall_threshold_s(scene: Scene, fields: TokenLedgerSizing) -> float:
     return max(fields.stall_s, STALL_SHARE * (scene.hypothesis.objective_s or 0.0))
-
-
-def _oversize(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizing) -> bool:
-    """The work has leave to make one late: too long to be let in ever, nothing else pending, and it is time."""
-    quiet = not (scene.pending_patient or scene.pending_urgent or scene.queued_tokens)
-    return scene.oversize_due and quiet and oversize(asked.computed_tokens, scene.hypothesis.objective_s, model, fields)
-
-
-def oversize(computed_tokens: int, objective_s: float | None, model: StepModel, fields: TokenLedgerSizing) -> bool:
-    """Whether a prompt alone takes most of what the first-token guard allows."""
-    allowed_s = fields.caution * (math.inf if objective_s is None else objective_s)
-    return computed_tokens * model.prefill_s_per_token > OVERSIZE_SHARE * allowed_s
 
 
 def _reading(guard: Guard, value: float, threshold: float) -> GuardReading:

@@ -305,7 +305,7 @@ class TokenLedger:
 
     def _granted(self, event: Granted, now_s: float) -> None:
         mine, work = self._of(event.engine), event.work
-        mine.account.granted(work, event.attempt, now_s)
+        entry = mine.account.granted(work, event.attempt, now_s)
         if self._policy.class_policy(work.class_name).ttft_slowdown is not None:
             mine.account.note_unhindered(work.computed_tokens, now_s)
         self._kinds[work.class_name] = (work.class_name, work.model)
@@ -315,10 +315,11 @@ class TokenLedger:
         prompts.append(work)
         if work.class_name in self._objectives:
             mine.reserve.granted(now_s)
-        late = self._policy.late(work, now_s)
-        patient, step = late or work.class_name not in self._objectives, mine.account.step
-        if patient and guards.oversize(work.computed_tokens, mine.hypothesis.objective_s, step, self._fields):
-            mine.oversize_s = now_s
+        if work.class_name not in self._objectives or self._policy.late(work, now_s):
+            model = mine.account.step
+            found = guards.urgent_behind(*entry.behind, mine.hypothesis, model, self._fields, mine.ttft_factor)
+            if found is not None and found[0] > found[1]:
+                mine.oversize_s = now_s
 
     def _finished(self, event: Finished) -> None:
         mine, outcome, work = self._of(event.engine), event.outcome, event.work
