@@ -225,7 +225,7 @@ class _Fit:
         theta = _numbers(state.get("theta"), 4)
         if theta is None:
             return False
-        self.theta = theta
+        self.theta = [max(LEAST_BASE * PRIOR[0], theta[0]), *theta[1:]]
         moments, products = _numbers(state.get("moments"), 16), _numbers(state.get("products"), 4)
         miss = _numbers([state.get("miss")], 1)
         if moments is not None and products is not None and miss is not None:

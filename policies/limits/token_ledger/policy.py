@@ -349,7 +349,7 @@ class TokenLedger:
             account.note_peak(now_s)
         mine.queued_tokens = sum(
             max(0, event.queued.get(name, 0) - event.late.get(name, 0)) * _mean(self._prompts.get(name))
-            for name in self._objectives
+            for name in sorted(self._objectives)
         )
         self._look_at_reserve(mine, view, now_s)
         worst = max((used for _, used, _ in account.first_tokens), default=None)

@@ -92,6 +92,15 @@ def test_of_a_snapshot_whose_sums_cannot_be_read_the_coefficients_are_taken(odd:
     assert all(math.isfinite(one) and one >= 0 for one in successor.theta)
 
 
+def test_by_no_snapshot_do_steps_take_no_time() -> None:
+    """What comes free in so many steps is reckoned by the second."""
+    successor = StepModel()
+
+    successor.restore({"budget": 2048, "theta": [0.0] * 4})
+
+    assert successor.step_s(0, 0) > 0
+
+
 def test_an_engine_of_unknown_speed_is_known_to_be_uncertain() -> None:
     assert StepModel().error > 0.5
 
