@@ -4,9 +4,9 @@ Works are offered in the order of `policies.ordering`, each to the engines that 
 the sizing policy says whether there is room. Every placement is counted in the round's own copy of the engine's view
 before the next work is looked at, so that one round can never overfill a window. A work that fits nowhere blocks
 nobody of another class, model or tenant behind it, and no smaller one of its own. What bounds the round's cost: a work
-at least as large as one that was refused in this round is not asked for again (room only shrinks in a round), a kind for
-which not even the smallest work has room is closed, and after LOOK_AHEAD refusals a tenant's works of one kind are left
-alone until the next.
+at least as large as one that was refused in this round is not asked for again (room only shrinks in a round), nor is one that
+is longer than a refusal said that any may be; a kind for which not even the smallest work has room is closed; and after
+LOOK_AHEAD refusals a tenant's works of one kind are left alone until the next.
 
 Random draws are arguments: the round's k-th choice uses the k-th point of a low-discrepancy sequence that starts at
 `draw`. The result does not depend on the order in which works or engines are handed in.

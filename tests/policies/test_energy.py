@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,19 @@ def test_bulk_is_kept_for_a_dense_batch_and_people_are_not() -> None:
     assert [one.value for one in kept.guards if one.guard is Guard.ENERGY] == [10]
     assert person.admitted
     assert let_in.admitted
+
+
+def test_an_idle_engine_that_is_kept_for_a_dense_batch_says_of_no_prompt_that_it_is_too_long() -> None:
+    ledger = TokenLedger(SAVING)
+    for second in range(3):
+        ledger.on_event(Sampled(view(joules=500.0 * second, tokens=1000.0 * second, running=8)), NOW_S + second)
+    allowed = replace(view(joules=1500.0, tokens=3000.0, running=1), on_credit=1, prefill_tokens=2000)
+    ledger.on_event(Sampled(allowed, {"night": 2}), NOW_S + 4)
+
+    kept = ledger.admit(work("n", "night", prompt_tokens=9000), allowed, NOW_S + 4)
+
+    assert [one.guard for one in kept.guards if not one.passed] == [Guard.ENERGY]
+    assert kept.longest_tokens == math.inf
 
 
 def test_an_engine_whose_energy_cannot_be_read_keeps_nobody() -> None:

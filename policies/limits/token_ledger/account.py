@@ -114,8 +114,8 @@ class Tenancy:
 @dataclass(slots=True)
 class Sums:
     """What the entries add up to. held: prompt and shown tokens; sequences: that the works decode; assumed: prompts without a
-    first token that must have had it; pending_prompts: the other prompts without one, and `pending_whole` those of them whose
-    answers will show none; pending_urgent, _patient: what of these is to be computed, not being cached. variances: with every tenant's correlation in them."""
+    first token that must have had it; pending_prompts: the other prompts without one; pending_urgent, _patient: what of these is
+    to be computed, not being cached. variances: with every tenant's correlation in them."""
 
     works: dict[str, int] = field(default_factory=dict)
     means: list[float] = field(default_factory=lambda: [0.0] * COLUMNS)

@@ -258,8 +258,8 @@ def stall_tokens(scene: Scene, model: StepModel, fields: TokenLedgerSizing) -> f
 def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
     """The thin pipe: time until the urgent prompts that are pending have their first tokens, without this work's, so that
     one always fits. It is no thinner than what a long prompt (p95) takes by itself: an engine that needs most of the
-    objective for one prompt would else stand idle between two. The same for all works, so that a refused one refuses every
-    longer one."""
+    objective for one prompt would else stand idle between two. The same for all works of one objective, so that a refused one
+    refuses every longer one."""
     pending = scene.pending_urgent
     value = model.ttft_s(pending, scene.sequences, scene.held_tokens) if pending else 0.0
     usual = scene.hypothesis.tokens or 0.0
