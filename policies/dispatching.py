@@ -8,6 +8,9 @@ at least as large as one that was refused in this round is not asked for again (
 is longer than a refusal said that any may be; a kind for which not even the smallest work has room is closed; and after
 LOOK_AHEAD refusals a tenant's works of one kind are left alone until the next.
 
+One that is overdue does block works without an objective, on one engine in a round: where it only waits for prompts to be taken
+in. Shorter ones would take their place each time, and it would wait for ever.
+
 Random draws are arguments: the round's k-th choice uses the k-th point of a low-discrepancy sequence that starts at
 `draw`. The result does not depend on the order in which works or engines are handed in.
 """
@@ -18,13 +21,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from policies.estimators.prefix_caches import PrefixCaches
 from policies.ordering import OVERDUE_SHARE, Backlog, TenantCounters, backlogs, entitled, pressed, urgent
 from policies.placement import Candidate, Chosen, able, choose, longest, passed_over
 from policies.schema import Policy
 from policies.sizing import SizingPolicy, least
-from policies.vocabulary import Action, Decision, DispatchBatch, EngineState, EngineView, Verdict, Work
+from policies.vocabulary import Action, Decision, DispatchBatch, EngineState, EngineView, Guard, Verdict, Work
 
 LOOK_AHEAD = 24
 """Refusals in a round after which a tenant's works of one kind are not looked at again."""
@@ -33,6 +37,8 @@ MOST_PLACED = 64
 EPSILON_TOKENS = 1e-3
 """More than rounding makes of a limit in tokens."""
 GOLDEN = 0.6180339887498949
+BY_PROMPTS = frozenset({Guard.STALL, Guard.TTFT})
+"""What may let a work in as soon as the prompts that are pending have been taken in."""
 
 Kind = tuple[str, str, str, str | None, frozenset[str], frozenset[str], bool]
 """(class, model, path, pin, avoid, canaries passed over, late): works of one kind may run on the same engines, and are bound by
@@ -168,6 +174,7 @@ class _Round:
         "_draw",
         "_grants",
         "_in_flight",
+        "_kept",
         "_now_s",
         "_placed",
         "_placed_by_tenant",
@@ -201,7 +208,7 @@ class _Round:
         for refusals in full.refusals.values():
             for candidate in self._candidates:
                 if candidate.view.name in refusals:
-                    candidate.bound = refusals[candidate.view.name].binding
+                    candidate.refused = "", refusals[candidate.view.name]
         self._sizing, self._policy, self._now_s, self._draw, self._tenants = sizing, policy, now_s, draw, tenants
         self._caches = caches
         self._canaries = [view for view in engines if view.canary < 1]
@@ -210,6 +217,7 @@ class _Round:
         self._in_flight: dict[str, dict[str, float]] = {}
         self._refused: dict[tuple[Kind, str], _Refused] = {}
         self._closed: set[Kind] = set()
+        self._kept: Candidate | None = None
         self._placed: set[str] = set()
         self._placed_by_tenant: dict[str, float] = {}
 
@@ -233,9 +241,12 @@ class _Round:
             return False
         spread = _spread(work, self._policy)
         mine = self._able(kind, work)
+        offered = mine.not_full if spread else [one for one in mine.not_full if one is not self._kept]
+        if mine.not_full and not offered:
+            return False
         chosen = choose(
             work,
-            mine.not_full,
+            offered,
             self._sizing,
             self._now_s,
             spread=spread,
@@ -244,7 +255,9 @@ class _Round:
             longest_context=mine.longest_context,
         )
         if chosen is None:
-            if refused is None and not self._least_fits(work, mine.not_full):
+            if self._kept is None and self._policy.overdue(work, self._now_s):
+                self._kept = _draining(offered, work)
+            if refused is None and not self._least_fits(work, offered):
                 self._closed.add(kind)
                 if not late and mine.all_up:
                     self.full.add(work.class_name)
@@ -291,7 +304,7 @@ class _Round:
                 dict(Counter(work.class_name for work in works)),
                 sum(work.sequences for work in works),
                 sum(work.prompt_tokens for work in works),
-                one.bound,
+                Guard.NONE if one.refused is None else one.refused[1].binding,
             )
             for one in self._candidates
             if (works := sent.get(one.view.name))
@@ -385,8 +398,19 @@ class _Refused:
 
 def _longest_tokens(candidate: Candidate, work: Work) -> float:
     """What refused the work there says of longer ones; inf where it was not asked for."""
-    work_id, tokens = candidate.longest
-    return tokens if work_id == work.id else math.inf
+    refusal = candidate.refusal(work)
+    return math.inf if refusal is None else refusal.longest_tokens
+
+
+def _draining(candidates: Iterable[Candidate], work: Work) -> Candidate | None:
+    """Where the work is refused for the time of prompts alone, which will soon be taken in, behind the fewest; None: nowhere."""
+    found: list[tuple[float, Candidate]] = []
+    for one in candidates:
+        refusal = one.refusal(work)
+        failed = set() if refusal is None else {reading.guard for reading in refusal.guards if not reading.passed}
+        if refusal is not None and Guard.STALL in failed and failed <= BY_PROMPTS:
+            found.append((refusal.longest_tokens, one))
+    return max(found, key=itemgetter(0))[1] if found else None
 
 
 def _output_limit(work: Work) -> float:

@@ -55,21 +55,23 @@ LENGTH_DOUBT = 1.25
 class Candidate:
     """An engine during one round: its view, moved on with every placement of the round.
 
-    bound     the guard that refused the last work that found no room here
-    longest   that work's id, and `Verdict.longest_tokens` for it
+    refused   of the last work that found no room here its id, and the verdict; None: all have found room
     context   tokens that a prompt and its answer may have; inf where the engine does not tell
     """
 
     view: EngineView
     foreign: float = field(init=False)
     context: float = field(init=False)
-    bound: Guard = Guard.NONE
-    longest: tuple[str, float] = ("", math.inf)
+    refused: tuple[str, Verdict] | None = None
     _holds: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.context = _context(self.view)
         self.foreign = max(0.0, _seen(self.view) - self.view.in_flight_total)
+
+    def refusal(self, work: Work) -> Verdict | None:
+        """The verdict on this work, where it was the last that found no room here."""
+        return self.refused[1] if self.refused is not None and self.refused[0] == work.id else None
 
     def take(self, work: Work) -> None:
         """Count a work as placed here."""
@@ -168,7 +170,7 @@ def choose(
     for candidate, cached, there in offered:
         verdict = sizing.admit(there, candidate.view, now_s)
         if not verdict.admitted:
-            candidate.bound, candidate.longest = verdict.binding, (work.id, verdict.longest_tokens)
+            candidate.refused = work.id, verdict
             continue
         open_now.append(Chosen(candidate, verdict, there, cached))
         if not spread:

@@ -556,3 +556,54 @@ def test_what_a_refusal_says_of_longer_prompts_saves_questions_and_changes_no_pl
 
     assert ids(plans[0]) == ids(plans[1])
     assert telling.asked <= silent.asked
+
+
+class Prompts(Tokens):
+    """Lets a prompt in behind others only as far as `room` goes, in time and, where `memory` says so, in memory as well."""
+
+    def __init__(self, room: int, *, memory: bool = False) -> None:
+        super().__init__(room)
+        self.memory = memory
+
+    def admit(self, work: Work, engine: EngineView, now_s: float) -> Verdict:
+        pending, tokens = engine.prefill_tokens, engine.prefill_tokens + work.computed_tokens
+        stall = GuardReading(Guard.STALL, tokens, self.room, not pending or tokens <= self.room)
+        kv = GuardReading(Guard.KV, tokens, self.room, not self.memory or tokens <= self.room)
+        return Verdict(
+            stall.passed and kv.passed, (kv, stall), longest_tokens=self.room - pending if pending else math.inf
+        )
+
+
+OVERDUE_S = NOW_S - PRESSING_FRACTION * 120 - 1
+SHORT = [work(f"s{number}", "night", tenant="heavy", prompt_tokens=100) for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("accepted_s", "pending", "memory", "placed"),
+    [
+        (OVERDUE_S, 800, False, []),
+        (OVERDUE_S, 0, False, ["long"]),
+        (NOW_S - 9, 800, False, ["s0", "s1"]),
+        (OVERDUE_S, 800, True, ["s0", "s1"]),
+    ],
+)
+def test_an_overdue_work_that_waits_for_prompts_alone_is_not_overtaken_by_shorter_ones(
+    accepted_s: float, pending: int, memory: bool, placed: list[str]
+) -> None:
+    long = work("long", "night", prompt_tokens=5000, accepted_s=accepted_s)
+
+    plan_ = plan_round(
+        [long, *SHORT], [engine(prefill_tokens=pending)], Prompts(1000, memory=memory), POLICY, NOW_S, 0.5
+    )
+
+    assert ids(plan_) == placed
+
+
+def test_it_keeps_the_engine_that_is_the_first_to_have_taken_in_its_prompts_and_nobody_with_an_objective() -> None:
+    long = work("long", "night", prompt_tokens=5000, accepted_s=OVERDUE_S)
+    views = [engine("e0", prefill_tokens=800), engine("e1", prefill_tokens=500)]
+
+    plan_ = plan_round([long, *SHORT, work("c", prompt_tokens=10)], views, Prompts(1000), POLICY, NOW_S, 0.99)
+
+    assert {one.engine for one in plan_ if one.work.class_name == "night"} == {"e0"}
+    assert [one.engine for one in plan_ if one.work.id == "c"] == ["e1"]
