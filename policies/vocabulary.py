@@ -254,8 +254,8 @@ class Verdict:
     steps_to_overflow   with the work on the engine: the fewest of its steps for which KV memory is forecast not to
                         suffice; inf for none, None where nothing is forecast
     first_token_s       predicted from now to the work's first token; None where it is not, or does not matter to its class
-    longest_tokens      a work of the same class with more prompt tokens to compute is refused here as well, until a prompt
-                        has been taken in or something has ended; inf: not known
+    longest_tokens      a work of the same class with more prompt tokens, none of them cached, is refused here as well, until a
+                        prompt has been taken in or something has ended; inf: not known
     """
 
     admitted: bool

@@ -10,8 +10,6 @@ older works, and by none once it is the oldest, so nobody starves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from policies.vocabulary import Work
 
 PADDED_PATHS = frozenset(
@@ -29,8 +27,10 @@ PADDED_PATHS = frozenset(
 """Routes whose engines run a batch as one padded array."""
 
 
-def gathered(works: Iterable[Work]) -> list[Work]:
+def gathered(works: list[Work]) -> list[Work]:
     """Works in their order, each kind of them moved up to its first. O(n)."""
+    if not any(work.prefix or work.path in PADDED_PATHS for work in works):
+        return works
     groups: dict[object, list[Work]] = {}
     for work in works:
         groups.setdefault(_kind(work), []).append(work)

@@ -1278,25 +1278,35 @@ def test_an_urgent_work_is_let_in_where_memory_lasts_until_something_ends() -> N
 @QUICK
 @given(
     st.lists(st.integers(1, 4000), min_size=1, max_size=12),
-    st.integers(1, 20_000),
-    st.lists(st.integers(1, 40_000), max_size=8),
+    st.booleans(),
+    st.integers(1, 50_000),
+    st.lists(st.tuples(st.integers(1, 40_000), st.sampled_from(["t", "other"]), st.integers(1, 4000)), max_size=8),
 )
 def test_whoever_is_longer_than_a_refusal_says_is_refused_as_well(
-    pending: list[int], asked: int, others: list[int]
+    running: list[int], pending: bool, asked: int, others: list[tuple[int, str, int]]
 ) -> None:
     ledger = TokenLedger(POLICY)
-    for number, tokens in enumerate(pending):
-        ledger.on_event(Granted(work(f"b{number}", class_name="bulk", prompt_tokens=tokens), "e0", 1), NOW_S)
-    total = sum(pending)
-    view = told({"bulk": len(pending)}, kv_tokens=total, prefill_tokens=total)
+    works = [work(f"b{number}", class_name="bulk", prompt_tokens=tokens) for number, tokens in enumerate(running)]
+    for one in works:
+        ledger.on_event(Granted(one, "e0", 1), NOW_S)
+    total = sum(running)
+    view = told({"bulk": len(running)}, kv_tokens=total, prefill_tokens=total if pending else 0)
+    ledger.on_event(Progressed("e0", [Running(one, 1, 1, prefilled=not pending) for one in works]), NOW_S)
+    ledger.on_event(Sampled(view), NOW_S)
 
-    def of(tokens: int) -> Verdict:
-        return ledger.admit(work("x", class_name="bulk", prompt_tokens=tokens), view, NOW_S)
+    def of(tokens: int, tenant: str = "t", max_tokens: int | None = None) -> Verdict:
+        one = replace(work("x", class_name="bulk", prompt_tokens=tokens), tenant=tenant, max_tokens=max_tokens)
+        return ledger.admit(one, view, NOW_S)
 
     verdict = of(asked)
     if verdict.admitted:
         assert verdict.longest_tokens == math.inf
-    elif verdict.longest_tokens < math.inf:
-        assert not any(of(tokens).admitted for tokens in others if tokens > verdict.longest_tokens + 1e-3)
-        stall = next(one for one in verdict.guards if one.guard is Guard.STALL)
-        assert stall.passed == (asked <= verdict.longest_tokens + 1e-6)
+        return
+    for tokens, tenant, max_tokens in others:
+        if tokens > verdict.longest_tokens + 1e-3:
+            assert not of(tokens, tenant, max_tokens).admitted
+    readings = {one.guard: one for one in verdict.guards}
+    bounding = [readings[guard] for guard in (Guard.STALL, Guard.KV) if not readings[guard].passed]
+    assert bool(bounding) >= (asked > verdict.longest_tokens + 1e-3)
+    if pending and not readings[Guard.STALL].passed:
+        assert verdict.longest_tokens < asked

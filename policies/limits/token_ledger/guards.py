@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from policies.estimators.step_model import StepModel
 from policies.estimators.survival import HORIZONS
 from policies.limits.fixed import taken
-from policies.limits.token_ledger.account import Forecast
+from policies.limits.token_ledger.account import NOTHING, Forecast
 from policies.limits.token_ledger.load import UrgentLoad
 from policies.schema import TokenLedgerSizing
 from policies.vocabulary import EngineView, Guard, GuardReading
@@ -248,11 +248,16 @@ def stall(scene: Scene, asked: Asked, model: StepModel, fields: TokenLedgerSizin
     return _reading(Guard.STALL, value, threshold if scene.pending_patient else max(threshold, value))
 
 
-def stall_tokens(scene: Scene, model: StepModel, fields: TokenLedgerSizing) -> float:
-    """The longest patient prompt that `stall` lets in behind those that are pending; inf where none is, or time costs nothing."""
-    if not scene.pending_patient or model.prefill_s_per_token <= 0:
-        return math.inf
-    return stall_threshold_s(scene, fields) / model.prefill_s_per_token - scene.pending_patient
+def longest_tokens(scene: Scene, model: StepModel, fields: TokenLedgerSizing, z: float) -> float:
+    """No patient work with a longer prompt, none of it cached, is let in, whatever its tenant and however short its answer;
+    inf: none is too long."""
+    found = math.inf
+    if scene.capacity_tokens is not None:
+        nothing = Asked(0, 0, 0, None, NOTHING[: len(HORIZONS)], scene.variances)
+        found = KV_SHARE * scene.capacity_tokens - max(needed(scene, nothing, z, patient=True))
+    if scene.pending_patient and model.prefill_s_per_token > 0:
+        found = min(found, stall_threshold_s(scene, fields) / model.prefill_s_per_token - scene.pending_patient)
+    return found
 
 
 def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:

@@ -120,8 +120,10 @@ class TokenLedger:
             first_s = scene.ttft_factor * mine.account.step.ttft_s(pending, scene.sequences + 1, scene.held_tokens)
         if all(one.passed for one in readings):
             return Verdict(admitted=True, guards=tuple(readings), steps_to_overflow=steps, first_token_s=first_s)
-        stalls = first_s is None and not engine.idle
-        longest = guards.stall_tokens(scene, mine.account.step, self._fields) if stalls else math.inf
+        longest = math.inf
+        if first_s is None and not engine.idle:
+            z = self._z_careful if mine.careful else self._z
+            longest = guards.longest_tokens(scene, mine.account.step, self._fields, z)
         return Verdict(False, tuple(readings), steps, first_s, longest)
 
     def window(self, engine: EngineView, class_name: str) -> Window:
