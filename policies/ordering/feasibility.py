@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappush, heappushpop
 from itertools import takewhile
 
 from policies.estimators.pace import Pace, prefill_tokens
@@ -66,35 +66,37 @@ def triage(
             free_s[model] = _give_up(its_works, per_token_s[model], begins_s, given_up, by_size) - now_s
     if not given_up:
         return Triage(list(works), free_s=free_s)
-    return Triage(
-        [one for one in works if one.id not in given_up],
-        [one for one in works if one.id in given_up],
-        frozenset(by_size),
-        free_s,
-    )
+    hopeful: list[Work] = []
+    others: list[Work] = []
+    for one in works:
+        (others if one.id in given_up else hopeful).append(one)
+    return Triage(hopeful, others, frozenset(by_size), free_s)
 
 
 def _give_up(works: Sequence[Work], each_s: float, free_s: float, given_up: set[str], by_size: set[str]) -> float:
     """Add to `given_up` and `by_size`; when the server, which is free at `free_s`, will have taken in the others. One loop
-    over all that wait, in every round: no step of it may be dear."""
+    over all that wait, in every round: no step of it may be dear, so what `latest_s` says is written out."""
     stretched_s, heaped = STRETCH * each_s, False
     longest: list[tuple[float, str]] = []
     for work in works:
-        takes_s = stretched_s * prefill_tokens(work.prompt_tokens, work.cached_tokens)
-        free_s += takes_s
-        if heaped:
-            heappush(longest, (-takes_s, work.id))
-        else:
-            longest.append((-takes_s, work.id))
-        if free_s > latest_s(work):
-            if not heaped:
-                heaped = True
-                heapify(longest)
-            gained_s, worst = heappop(longest)
-            free_s += gained_s
-            given_up.add(worst)
-            if worst != work.id:
-                by_size.add(worst)
+        tokens = prefill_tokens(work.prompt_tokens, work.cached_tokens)
+        loses_s = -stretched_s * tokens
+        free_s -= loses_s
+        deadline_s = work.deadline_s
+        if deadline_s is None or free_s <= deadline_s - SPARE * (deadline_s - work.accepted_s):
+            if heaped:
+                heappush(longest, (loses_s, work.id))
+            else:
+                longest.append((loses_s, work.id))
+            continue
+        if not heaped:
+            heaped = True
+            heapify(longest)
+        gained_s, worst = heappushpop(longest, (loses_s, work.id))
+        free_s += gained_s
+        given_up.add(worst)
+        if worst != work.id:
+            by_size.add(worst)
     return free_s
 
 
