@@ -46,6 +46,10 @@ class Meter(Protocol):
         ...
 
 
+LEAST_SEEN = 12
+"""Observations of an engine after which its learned speed is better than none."""
+
+
 class Unmetered:
     """Counts nothing."""
 
@@ -202,9 +206,18 @@ class Planner:
             case Finished():
                 work = self._caches.ended(event.engine, work, event.attempt, event.outcome)
                 self._pace.ended(work.id, event.attempt)
+                self._look_at_speed(event)
                 self.tenants.on_event(work, event.outcome)
         self._sizing.on_event(event, at_s)
         return work
+
+    def _look_at_speed(self, event: Finished) -> None:
+        """Clients that do not stream show no first token: what the sizing policy makes of whole answers has to do."""
+        if event.work.streams:
+            return
+        step = self._sizing.learned_step(event.engine)
+        if step is not None and step.seen >= LEAST_SEEN:
+            self._pace.suppose(event.engine, step.per_prompt_token_s)
 
     def heard(self, view: EngineView) -> None:
         """What an engine says, as of the control tick."""

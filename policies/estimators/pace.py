@@ -6,7 +6,8 @@ and counts for nothing: a prompt that is soon taken in because it was there must
 
 A single first token says little: it waited for a step under way and for prompts before it. So tokens are counted from the
 moment at which an idle engine is sent a prompt, in stretches of STRETCH_S at least, or until nothing is pending; and a
-stretch is believed by its tokens, since a short one is mostly the engine's steps. Independent of the sizing policy in force.
+stretch is believed by its tokens, since a short one is mostly the engine's steps. Independent of the sizing policy in force;
+where no client streams and nobody ever sees a first token, what that policy makes of whole answers is taken (`suppose`).
 
 An answer that is told whole shows no first token. Its prompt is pending until one that was sent after it shows its own, since
 engines take prompts in as they come; and at most, like any other, for `taken_in_factor` times what was predicted when it was
@@ -65,7 +66,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Engine:
-    """since_s, pending, tokens: of the stretch under way; ahead: `prefill_tokens` that are pending; prompt_tokens: of all
+    """seconds: a token; told: a first token has said so. since_s, pending, tokens: of the stretch under way; ahead: `prefill_tokens` that are pending; prompt_tokens: of all
     prompts without a first token; due: when a prompt will have been taken in; untold: prompts that show no first token, in the
     order in which they were sent."""
 
@@ -73,6 +74,7 @@ class _Engine:
     pending: int = 0
     tokens: float = 0.0
     seconds: float | None = None
+    told: bool = False
     ahead: float = 0.0
     prompt_tokens: int = 0
     due: list[tuple[float, AttemptKey]] = field(default_factory=list)
@@ -82,7 +84,8 @@ class _Engine:
         """So many tokens took so long."""
         if passed_s > 0 and tokens >= LEAST_TOKENS:
             seconds, weight = passed_s / tokens, tokens / (tokens + BELIEVED_TOKENS)
-            self.seconds = seconds if self.seconds is None else self.seconds + weight * (seconds - self.seconds)
+            known = self.seconds if self.told else None
+            self.seconds, self.told = seconds if known is None else known + weight * (seconds - known), True
 
     def leaves(self, prompt: _Prompt) -> None:
         """A prompt is pending no more."""
@@ -161,6 +164,12 @@ class Pace:
             return prompt_tokens
         self._take_in(one, now_s)
         return one.ahead + max(0, prompt_tokens - one.prompt_tokens)
+
+    def suppose(self, engine: str, seconds_per_token: float) -> None:
+        """What else is known of the engine's speed, for as long as no first token has been seen there."""
+        one = self._engines.get(engine)
+        if one is not None and not one.told:
+            one.seconds = seconds_per_token
 
     def _take_in(self, one: _Engine, now_s: float) -> None:
         """Count prompts as taken in whose time is over."""

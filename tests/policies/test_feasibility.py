@@ -260,6 +260,24 @@ BEHIND_S = STRETCH * (3000 + prefill_tokens(300)) * 2000 * SECONDS_PER_TOKEN / p
 """To the first token of 300 prompt tokens behind 3,000 pending ones, by the pace of `paced`."""
 
 
+def test_a_pace_that_is_only_supposed_yields_to_the_first_that_is_seen() -> None:
+    pace = Pace()
+    pace.suppose("e0", 5e-4)
+    assert pace.seconds_per_token("e0") is None  # no work was ever sent there
+
+    pace.granted("e0", prompt("whole", 2000), 1, NOW_S - 20)
+    pace.ended("whole", 1)
+    pace.suppose("e0", 5e-4)
+    assert pace.seconds_per_token("e0") == 5e-4
+
+    pace.granted("e0", prompt("seen", 2000), 1, NOW_S - 9)
+    pace.first_token("seen", 1, NOW_S - 8)
+    seen = pace.seconds_per_token("e0")
+    pace.suppose("e0", 5e-4)
+    assert seen is not None
+    assert pace.seconds_per_token("e0") == seen == pytest.approx(1 / prefill_tokens(2000))
+
+
 def paced(seconds_per_token: float = SECONDS_PER_TOKEN) -> Pace:
     """An engine that takes prompts in at this pace."""
     pace = Pace()

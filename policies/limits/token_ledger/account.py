@@ -13,6 +13,7 @@ with variances that sum to V it is V·(1 + CORRELATION·(n - 1)).
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from statistics import median
 from policies.estimators.correction import Correction
 from policies.estimators.offset import OffsetFilter
 from policies.estimators.pace import taken_in_factor
-from policies.estimators.step_model import StepModel
+from policies.estimators.step_model import StepModel, ttft_steps
 from policies.estimators.survival import HORIZONS, Key, Lengths, levels
 from policies.limits.token_ledger.load import UrgentLoad
 from policies.sizing import FirstToken, Running
@@ -45,6 +46,9 @@ FIRST_TOKENS_S = 10.0
 UNHINDERED = 1.25
 """A work behind which no more than so many times its own prompt is pending tells of the engine and not of the queue in it."""
 LEAST_FIRST_TOKENS = 5
+WHOLE_AFTER_S = 30.0
+"""Answers that are told whole teach how long steps take while no first token was seen for so long: they say less exactly, what ran
+beside them for all their time being known at its ends alone."""
 LATE_SHARE = 0.9
 """Of the time allowed, in the engine alone: more is late."""
 
@@ -87,7 +91,7 @@ class Entry:
     """One attempt. `behind` is what its first token is predicted from: prompt tokens to compute, its own included, the
     sequences and the tokens that were there when it was granted; `without_patient`: the same, had nothing without an
     objective been there; None: nothing was. `assumed`: no first token was seen, but it must have been made by
-    now; an answer that is not streamed shows none before its end."""
+    now; an answer that is not streamed shows none before its end. `arrived_tokens`: as `Account` had counted when it was granted."""
 
     work: Work
     keys: tuple[Key, Key, Key]
@@ -99,6 +103,7 @@ class Entry:
     prefilled: bool = False
     assumed: bool = False
     window_tokens: int | None = None
+    arrived_tokens: int = 0
     means: Forecast = NOTHING
     variances: Forecast = NOTHING
 
@@ -208,12 +213,14 @@ class Account:
     """See the module header. One per engine."""
 
     __slots__ = (
+        "_arrived_tokens",
         "_gap_pending",
         "_gap_prompts",
         "_gap_since_s",
         "_lengths",
         "_peak_sequences",
         "_peaks",
+        "_told_s",
         "_unhindered",
         "_urgent",
         "correction",
@@ -253,6 +260,8 @@ class Account:
         self._gap_since_s: float | None = None
         self._gap_prompts = 0
         self._gap_pending = 0
+        self._arrived_tokens = 0
+        self._told_s = -math.inf
 
     # -- what comes and goes -------------------------------------------------------------------------------------------
 
@@ -274,6 +283,8 @@ class Account:
             now_s,
         )
         entry.means, entry.variances = forecast(work, 0, keys, self._lengths)
+        self._arrived_tokens += work.computed_tokens
+        entry.arrived_tokens = self._arrived_tokens
         self.entries[key] = entry
         sums.count(entry, 1)
         return entry
@@ -284,6 +295,7 @@ class Account:
             return
         self.sums.prefill(entry, -1)
         entry.prefilled = True
+        self._told_s = now_s
         self._gap_prompts += entry.work.computed_tokens
         if entry.behind[0] <= UNHINDERED * entry.work.computed_tokens:
             self.correction.saw(event.engine_ttft_s, self.step.ttft_s(*entry.behind), now_s)
@@ -326,6 +338,21 @@ class Account:
         if entry is not None:
             self.sums.count(entry, -1)
         return entry
+
+    def whole_answer(self, entry: Entry, output_tokens: int, now_s: float) -> None:
+        """An attempt whose answer was not streamed came to its good end: learn from the whole time where no first tokens tell.
+        One without tokens (an embedding) is there as soon as its prompt is taken in."""
+        if entry.prefilled or now_s - self._told_s < WHOLE_AFTER_S:
+            return
+        total_s, (pending, sequences, held) = now_s - entry.granted_s, entry.behind
+        if output_tokens < 1:
+            self.step.saw_first_token(total_s, pending, sequences, held)
+            return
+        steps = ttft_steps(pending, self.step.budget_tokens) + output_tokens - 1
+        sums = self.sums
+        later = self._arrived_tokens - entry.arrived_tokens - sums.pending_urgent - sums.pending_patient
+        average = (sequences + sums.sequences) / 2, (held + sums.held_tokens) / 2
+        self.step.saw_gap(total_s / steps, *average, (pending + max(0, later)) / steps)
 
     def progressed(self, running: Iterable[Running], now_s: float) -> None:
         """Take over how far each attempt is, and make all sums anew."""

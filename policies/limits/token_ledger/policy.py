@@ -151,7 +151,7 @@ class TokenLedger:
             mine.answered = True
             mine.account.first_token(event, now_s)
         elif isinstance(event, Finished):
-            self._finished(event)
+            self._finished(event, now_s)
         else:
             self._of(event.engine).account.progressed(event.running, now_s)
 
@@ -324,12 +324,14 @@ class TokenLedger:
             if found is not None and found[0] > found[1]:
                 mine.oversize_s = now_s
 
-    def _finished(self, event: Finished) -> None:
+    def _finished(self, event: Finished, now_s: float) -> None:
         mine, outcome, work = self._of(event.engine), event.outcome, event.work
         entry = mine.account.ended(work.id, event.attempt)
         keys = levels(work.tenant, work.class_name, work.model)
         if outcome is not None and (outcome.output_tokens or outcome.result is Result.COMPLETED):
             mine.answered = True  # an embedding has no tokens to show
+        if entry is not None and not work.streams and outcome is not None and outcome.result is Result.COMPLETED:
+            mine.account.whole_answer(entry, outcome.output_tokens // work.sequences, now_s)
         if outcome is None or not outcome.output_tokens:
             if entry is not None and entry.shown_tokens:
                 self._lengths.ended(keys, entry.shown_tokens // work.sequences, censored=True)
