@@ -9,7 +9,8 @@ is longer than a refusal said that any may be; a kind for which not even the sma
 LOOK_AHEAD refusals a tenant's works of one kind are left alone until the next.
 
 One that is overdue does block works without an objective, on one engine in a round: where it only waits for prompts to be taken
-in. Shorter ones would take their place each time, and it would wait for ever.
+in, and for a quarter of the time where it waits for memory. Smaller ones would take what comes free each time, and it would wait
+for ever.
 
 Random draws are arguments: the round's k-th choice uses the k-th point of a low-discrepancy sequence that starts at
 `draw`. The result does not depend on the order in which works or engines are handed in.
@@ -39,6 +40,10 @@ EPSILON_TOKENS = 1e-3
 GOLDEN = 0.6180339887498949
 BY_PROMPTS = frozenset({Guard.STALL, Guard.TTFT})
 """What may let a work in as soon as the prompts that are pending have been taken in."""
+BY_ENDS = BY_PROMPTS | {Guard.KV}
+"""What may let a work in once others have ended."""
+KEPT_S, KEPT_EVERY_S = 30.0, 120.0
+"""For so long, and so often, an engine is kept for one that waits for memory: it may be too large for ever."""
 
 Kind = tuple[str, str, str, str | None, frozenset[str], frozenset[str], bool]
 """(class, model, path, pin, avoid, canaries passed over, late): works of one kind may run on the same engines, and are bound by
@@ -175,6 +180,7 @@ class _Round:
         "_grants",
         "_in_flight",
         "_kept",
+        "_longest",
         "_now_s",
         "_placed",
         "_placed_by_tenant",
@@ -216,6 +222,7 @@ class _Round:
         self._by_kind: dict[Kind, _Able] = {}
         self._in_flight: dict[str, dict[str, float]] = {}
         self._refused: dict[tuple[Kind, str], _Refused] = {}
+        self._longest: dict[Kind, float] = {}
         self._closed: set[Kind] = set()
         self._kept: Candidate | None = None
         self._placed: set[str] = set()
@@ -233,8 +240,9 @@ class _Round:
         refused = self._refused.get((kind, work.tenant))
         if (refused is not None and refused.covers(work)) or work.id in self._placed:
             return False
-        if refused is not None and refused.too_long(work):
-            self._refused[kind, work.tenant] = refused.after(work)
+        # Of a prompt whose beginning may be cached nobody knows yet how long it is.
+        if kind in self._longest and not work.prefix and work.computed_tokens > self._longest[kind] + EPSILON_TOKENS:
+            self._refused[kind, work.tenant] = _Refused.first(work) if refused is None else refused.after(work)
             return False
         in_flight = self._tenants.in_flight(work.tenant) + self._placed_by_tenant.get(work.tenant, 0)
         if _capped(work, self._policy, in_flight):
@@ -256,14 +264,14 @@ class _Round:
         )
         if chosen is None:
             if self._kept is None and self._policy.overdue(work, self._now_s):
-                self._kept = _draining(offered, work)
-            if refused is None and not self._least_fits(work, offered):
+                self._kept = _draining(offered, work, self._now_s)
+            if refused is None and not self._least_fits(work, offered, late=late):
                 self._closed.add(kind)
                 if not late and mine.all_up:
                     self.full.add(work.class_name)
             longest = max((_longest_tokens(one, work) for one in mine.not_full), default=math.inf)
-            found = _Refused.first(work, longest) if refused is None else refused.after(work, longest)
-            self._refused[kind, work.tenant] = found
+            self._longest[kind] = min(longest, self._longest.get(kind, math.inf))
+            self._refused[kind, work.tenant] = _Refused.first(work) if refused is None else refused.after(work)
             return False
         self._place(work, chosen, turn)
         return True
@@ -321,8 +329,10 @@ class _Round:
         for model in view.models & self._in_flight.keys():
             _count(self._in_flight[model], work.class_name)
 
-    def _least_fits(self, work: Work, candidates: Iterable[Candidate]) -> bool:
+    def _least_fits(self, work: Work, candidates: Sequence[Candidate], *, late: bool) -> bool:
         """Whether one of the engines has room for the smallest work of the kind, whoever asks."""
+        if candidates and not late and not self.placements and work.class_name in self._refusals:
+            return True  # `look_for_room` has asked, and left out who had none
         least = replace(work, tenant="", prompt_tokens=0, cached_tokens=0, max_tokens=1, sequences=1)
         return any(self._sizing.admit(least, one.view, self._now_s).admitted for one in candidates)
 
@@ -348,43 +358,27 @@ class _Able:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """The smallest work of a kind and tenant that found no room in this round, and how many were refused. longest_tokens:
-    whoever has more to compute is refused everywhere, and need not be asked for."""
+    """The smallest work of a kind and tenant that found no room in this round, and how many were refused."""
 
     prompt_tokens: int
     computed_tokens: int
     sequences: int
     output_tokens: float
     count: int
-    longest_tokens: float
 
     @staticmethod
-    def first(work: Work, longest_tokens: float) -> _Refused:
-        return _Refused(
-            work.prompt_tokens, work.computed_tokens, work.sequences, _output_limit(work), 1, longest_tokens
-        )
+    def first(work: Work, count: int = 1) -> _Refused:
+        return _Refused(work.prompt_tokens, work.computed_tokens, work.sequences, _output_limit(work), count)
 
-    def after(self, work: Work, longest_tokens: float = math.inf) -> _Refused:
-        """One more was refused. longest_tokens: as found for it; inf: it was not asked for."""
+    def after(self, work: Work) -> _Refused:
+        """One more was refused."""
         smaller = (
             work.prompt_tokens <= self.prompt_tokens
             and work.computed_tokens <= self.computed_tokens
             and work.sequences <= self.sequences
             and _output_limit(work) <= self.output_tokens
         )
-        least = _Refused.first(work, math.inf) if smaller else self
-        return _Refused(
-            least.prompt_tokens,
-            least.computed_tokens,
-            least.sequences,
-            least.output_tokens,
-            self.count + 1,
-            min(self.longest_tokens, longest_tokens),
-        )
-
-    def too_long(self, work: Work) -> bool:
-        """True when every engine is known to refuse it. Of a prompt whose beginning may be cached, nobody knows yet."""
-        return not work.prefix and work.computed_tokens > self.longest_tokens + EPSILON_TOKENS
+        return _Refused.first(work, self.count + 1) if smaller else replace(self, count=self.count + 1)
 
     def covers(self, work: Work) -> bool:
         """True when asking for this work cannot help: it is no smaller, or enough were refused."""
@@ -402,13 +396,15 @@ def _longest_tokens(candidate: Candidate, work: Work) -> float:
     return math.inf if refusal is None else refusal.longest_tokens
 
 
-def _draining(candidates: Iterable[Candidate], work: Work) -> Candidate | None:
-    """Where the work is refused for the time of prompts alone, which will soon be taken in, behind the fewest; None: nowhere."""
+def _draining(candidates: Iterable[Candidate], work: Work, now_s: float) -> Candidate | None:
+    """Where the work is refused for nothing but what passes, prompts that will soon be taken in or memory, and would be let in the
+    soonest; None: nowhere."""
+    passing = BY_ENDS if now_s % KEPT_EVERY_S < KEPT_S else BY_PROMPTS
     found: list[tuple[float, Candidate]] = []
     for one in candidates:
         refusal = one.refusal(work)
         failed = set() if refusal is None else {reading.guard for reading in refusal.guards if not reading.passed}
-        if refusal is not None and Guard.STALL in failed and failed <= BY_PROMPTS:
+        if refusal is not None and failed <= passing and not failed <= {Guard.TTFT}:
             found.append((refusal.longest_tokens, one))
     return max(found, key=itemgetter(0))[1] if found else None
 

@@ -103,6 +103,13 @@ class StepModel:
         """From now to the first token of a prompt that is the last of `pending_tokens` to be prefilled."""
         return self._fits[self._at].ttft_s(pending_tokens, sequences, context_tokens)
 
+    def pending_tokens(self, ttft_s: float, sequences: float, context_tokens: float) -> float:
+        """No first token behind more than so many is predicted within `ttft_s`; may be below 0. Up to one budget more than there
+        are in truth: a part of a step counts as a part."""
+        fit = self._fits[self._at]
+        each_s = self.step_s(sequences, context_tokens)
+        return (ttft_s - 0.5 * each_s) / (each_s / fit.budget_tokens + fit.theta[3])
+
     @property
     def sure(self) -> bool:
         """Enough was seen to believe predictions."""

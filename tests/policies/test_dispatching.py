@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.dispatching import LOOK_AHEAD, MOST_PLACED, Placement, look_for_room, place_one, plan_batches, plan_round
+from policies.dispatching import (
+    KEPT_EVERY_S,
+    KEPT_S,
+    LOOK_AHEAD,
+    MOST_PLACED,
+    Placement,
+    look_for_room,
+    place_one,
+    plan_batches,
+    plan_round,
+)
 from policies.estimators.prefix_caches import PrefixCaches
 from policies.limits import build
 from policies.ordering import TenantCounters, late_by_class
@@ -579,22 +589,32 @@ SHORT = [work(f"s{number}", "night", tenant="heavy", prompt_tokens=100) for numb
 
 
 @pytest.mark.parametrize(
-    ("accepted_s", "pending", "memory", "placed"),
+    ("accepted_s", "pending", "placed"),
     [
-        (OVERDUE_S, 800, False, []),
-        (OVERDUE_S, 0, False, ["long"]),
-        (NOW_S - 9, 800, False, ["s0", "s1"]),
-        (OVERDUE_S, 800, True, ["s0", "s1"]),
+        (OVERDUE_S, 800, []),
+        (OVERDUE_S, 0, ["long"]),
+        (NOW_S - 9, 800, ["s0", "s1"]),
     ],
 )
 def test_an_overdue_work_that_waits_for_prompts_alone_is_not_overtaken_by_shorter_ones(
-    accepted_s: float, pending: int, memory: bool, placed: list[str]
+    accepted_s: float, pending: int, placed: list[str]
 ) -> None:
     long = work("long", "night", prompt_tokens=5000, accepted_s=accepted_s)
 
-    plan_ = plan_round(
-        [long, *SHORT], [engine(prefill_tokens=pending)], Prompts(1000, memory=memory), POLICY, NOW_S, 0.5
-    )
+    plan_ = plan_round([long, *SHORT], [engine(prefill_tokens=pending)], Prompts(1000), POLICY, NOW_S, 0.5)
+
+    assert ids(plan_) == placed
+
+
+@pytest.mark.parametrize(("after_s", "placed"), [(0, []), (KEPT_S - 1, []), (KEPT_S, ["s0", "s1"])])
+def test_an_overdue_work_that_waits_for_memory_is_not_overtaken_for_a_quarter_of_the_time(
+    after_s: float, placed: list[str]
+) -> None:
+    now_s = NOW_S - NOW_S % KEPT_EVERY_S + KEPT_EVERY_S + after_s
+    long = work("long", "night", prompt_tokens=5000, accepted_s=now_s - 500)
+    short = [replace(one, accepted_s=now_s) for one in SHORT]
+
+    plan_ = plan_round([long, *short], [engine(prefill_tokens=800)], Prompts(1000, memory=True), POLICY, now_s, 0.5)
 
     assert ids(plan_) == placed
 

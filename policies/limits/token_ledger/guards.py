@@ -209,10 +209,15 @@ def urgent_behind(  # noqa: PLR0917 - the first three are what a first token is 
     """(predicted first token of the hypothetical urgent work behind so much, what it may take); None: there is no such work."""
     if hypothesis.tokens is None or hypothesis.objective_s is None:
         return None
-    doubt = (1 + min(MOST_DOUBT, model.error)) * max(1.0, ttft_factor)
+    doubt = _doubt(model, ttft_factor)
     value = doubt * model.ttft_s(pending_tokens + hypothesis.tokens, sequences, held_tokens)
     alone = doubt * max(alone_s(hypothesis.tokens, model), hypothesis.usual_s)
     return value, max(fields.caution * hypothesis.objective_s, hypothesis.alone_factor * alone)
+
+
+def _doubt(model: StepModel, ttft_factor: float) -> float:
+    """Times a predicted first token, for the sake of those that come later than predicted."""
+    return (1 + min(MOST_DOUBT, model.error)) * max(1.0, ttft_factor)
 
 
 def load(scene: Scene, asked: Asked, model: StepModel, urgent: UrgentLoad) -> GuardReading | None:
@@ -257,6 +262,12 @@ def longest_tokens(scene: Scene, model: StepModel, fields: TokenLedgerSizing, z:
         found = KV_SHARE * scene.capacity_tokens - max(needed(scene, nothing, z, patient=True))
     if scene.pending_patient and model.prefill_s_per_token > 0:
         found = min(found, stall_threshold_s(scene, fields) / model.prefill_s_per_token - scene.pending_patient)
+    hypothesis, there = scene.hypothesis, (scene.sequences + 1, scene.held_tokens)
+    pending = scene.pending_urgent + scene.pending_patient + scene.queued_tokens
+    behind = urgent_behind(pending, *there, hypothesis, model, fields, scene.ttft_factor)
+    if behind is not None and hypothesis.tokens is not None and (pending or not scene.oversize_due):
+        most = model.pending_tokens(behind[1] / _doubt(model, scene.ttft_factor), *there)
+        found = min(found, most - pending - hypothesis.tokens)
     return found
 
 
