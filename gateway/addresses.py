@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -41,6 +42,20 @@ class Listen:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def reached_by(self, url: str) -> bool:
+        """Whether a URL in its one form comes out here, as far as its text tells: no name service is asked."""
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        if port != self.port:
+            return False
+        host = (parts.hostname or "").rstrip(".")
+        if host == self.host.lower():
+            return True
+        there = Listen(host, port).loopback
+        if self.host in {"0.0.0.0", "::"}:
+            return there or host in {self.host, socket.gethostname().lower()}
+        return there and self.loopback and "localhost" in {host, self.host}
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -184,7 +184,12 @@ def check(settings: Settings) -> Settings:
         metrics_listen=metrics_listen,
         mount_path=mount_path,
     )
-    mistakes = [*_of_engines(settings.engines), *_of_listeners(settings, listen, admin_listen), *_of_the_rest(checked)]
+    mistakes = [
+        *_of_engines(settings.engines),
+        *_of_listeners(settings, listen, admin_listen),
+        *_of_loops(settings),
+        *_of_the_rest(checked),
+    ]
     if mistakes:
         raise SettingsError("\n".join(mistakes))
     return checked
@@ -218,6 +223,18 @@ def _of_listeners(settings: Settings, listen: Listen, admin_listen: Listen) -> I
                 + ("give --keys FILE, or " if setting == "listen" else "keep it on 127.0.0.1, or ")
                 + "say --allow-no-keys where the network is yours alone"
             )
+
+
+def _of_loops(settings: Settings) -> Iterator[str]:
+    """Engines that are this gateway: it would list no model and ask itself for ever."""
+    for setting in ("listen", "admin_listen", "metrics_listen"):
+        text = getattr(settings, setting)
+        for engine in settings.engines if text else ():
+            if parse_listen(text).reached_by(engine.url):
+                yield (
+                    f"engine {engine.name}: {engine.url} is the gateway's own {setting}, {text}; give the engine's address, "
+                    "or have the gateway listen elsewhere"
+                )
 
 
 def _of_the_rest(settings: Settings) -> Iterator[str]:

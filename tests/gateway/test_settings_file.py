@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -344,6 +345,46 @@ def test_how_many_workers_is_auto_or_a_number(file: Path, given: str) -> None:
 
     assert "headrace.yaml:1: workers is " in told
     assert "must be auto (one a core) or a whole number up to 256; leave it out for one process" in told
+
+
+@pytest.mark.parametrize(
+    ("listen", "url", "itself"),
+    [
+        ("127.0.0.1:8080", "http://127.0.0.1:8080", True),
+        ("127.0.0.1:8080", "http://localhost:8080/llm", True),
+        ("localhost:8080", "http://127.0.0.1:8080", True),
+        ("0.0.0.0:8080", "http://127.0.0.1:8080", True),
+        ("[::]:8080", "http://[::1]:8080", True),
+        ("0.0.0.0:80", "http://localhost", True),
+        ("gpu1:8080", "http://GPU1:8080", True),
+        ("127.0.0.1:8080", "http://127.0.0.1:8000", False),
+        ("127.0.0.1:8080", "http://gpu1:8080", False),
+        ("127.0.0.1:8080", "http://[::1]:8080", False),
+        ("10.0.0.5:8080", "http://127.0.0.1:8080", False),
+        ("0.0.0.0:8080", "http://10.0.0.5:8080", False),
+    ],
+)
+def test_an_engine_that_is_the_gateway_is_refused_with_the_setting_that_it_meets(
+    listen: str, url: str, *, itself: bool
+) -> None:
+    settings = Settings(listen=listen, allow_no_keys=True, engines=(parse_engine(url),))
+
+    if not itself:
+        assert check(settings).engines == settings.engines
+        return
+    with pytest.raises(SettingsError, match=r"is the gateway's own listen, .*; give the engine's address, or"):
+        check(settings)
+
+
+@pytest.mark.parametrize("setting", ["admin_listen", "metrics_listen"])
+def test_an_engine_is_no_listener_of_ours_for_operators_either(setting: str) -> None:
+    own: dict[str, Any] = {setting: "127.0.0.1:7777"}
+    settings = dataclasses.replace(Settings(engines=(parse_engine("http://127.0.0.1:7777"),)), **own)
+
+    with pytest.raises(
+        SettingsError, match=f"engine 127.0.0.1:7777: http://127.0.0.1:7777 is the gateway's own {setting}"
+    ):
+        check(settings)
 
 
 def test_a_key_that_is_like_no_other_is_not_taken_for_one(file: Path) -> None:
