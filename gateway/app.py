@@ -111,6 +111,7 @@ class Gateway:
         clock: PoolClock | None = None,
         rng: random.Random | None = None,
         sole: bool | None = None,
+        store_outlives_us: bool = True,
         role: Role = Role.SOLO,
         on_outcome: Callable[[Outcome], None] | None = None,
         on_decision: Callable[[Decision], None] | None = None,
@@ -119,6 +120,7 @@ class Gateway:
 
         queue                     use this one; its owner closes it
         sole                      nobody else shares the queue; by default when it is the embedded one
+        store_outlives_us         the embedded store waits for the next gateway when this process is killed
         role                      what this process does of all that; see Role
         on_outcome, on_decision   told of each, synchronously
         """
@@ -129,6 +131,7 @@ class Gateway:
         self._clock = clock or PoolClock()
         self._rng = rng or random.Random()
         self._sole = sole if sole is not None else queue is None and settings.redis_url is None
+        self._store_outlives_us = store_outlives_us
         self._role = role
         self._on_outcome = on_outcome
         self._on_decision = on_decision
@@ -325,7 +328,9 @@ class Gateway:
             return self._given_queue
         url = self.settings.redis_url
         if url is None:
-            self._valkey = await stack.enter_async_context(EmbeddedValkey(self.settings.state_dir, log=self._log))
+            self._valkey = await stack.enter_async_context(
+                EmbeddedValkey(self.settings.state_dir, log=self._log, outlives_us=self._store_outlives_us)
+            )
             url = self._valkey.url
         queue = open_queue(
             url, pool=self.settings.pool, log=self._log, rng=self._rng, on_call=self.telemetry.redis_call

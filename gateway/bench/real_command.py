@@ -261,7 +261,7 @@ async def _gateway(engine: EngineSettings, objective_s: float, folder: Path) -> 
         logs = Logs(stream)
         logs.adopt_stdlib()
         try:
-            async with Gateway(settings, log=logs.log) as gateway:
+            async with Gateway(settings, log=logs.log, store_outlives_us=False) as gateway:
                 yield gateway
         finally:
             logs.close()

@@ -72,7 +72,7 @@ async def _demo(args: argparse.Namespace, folder: Path, log: Log) -> None:
     with stop_signals(signal.SIGHUP) as (stop, _hurry):
         async with _engines(folder, with_real=args.real) as engines:
             settings = _settings(args.port, folder, engines)
-            async with Gateway(settings, log=log) as gateway, _session() as session:
+            async with Gateway(settings, log=log, store_outlives_us=False) as gateway, _session() as session:
                 stage = Stage(
                     public_url=gateway.public_url,
                     admin_url=gateway.admin_url,

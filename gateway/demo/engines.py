@@ -1,7 +1,8 @@
 """Engines as processes of their own: started, waited for, ended by pid.
 
 A process says where it listens in one line, `listening on http://HOST:PORT`, and is believed from then on. It is a
-session of its own, so that Ctrl-C at the terminal reaches the demo alone, which drains before it ends its engines.
+session of its own, so that Ctrl-C at the terminal reaches the demo alone, which drains before it ends its engines; on Linux
+it ends by itself when the demo was killed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+from gateway.with_parent import with_parent
 
 START_S = 60.0
 END_S = 5.0
@@ -41,7 +44,7 @@ async def engine_process(
     log = log_dir / f"{name}.log"
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", *module_and_args, stdout=PIPE, stderr=stderr, start_new_session=True
+            *with_parent([sys.executable, "-m", *module_and_args]), stdout=PIPE, stderr=stderr, start_new_session=True
         )
     try:
         url = await _url_of(process, name, log, start_s)

@@ -37,6 +37,7 @@ from structlog.typing import FilteringBoundLogger
 
 from gateway.errors import StartError
 from gateway.queue.redis_client import connect
+from gateway.with_parent import with_parent
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
@@ -91,12 +92,26 @@ class EmbeddedValkey:
     pid       of the server that answers now
     """
 
-    __slots__ = ("_gateway_lock", "_log", "_process", "_program", "_socket", "_state_dir", "adopted", "pid")
+    __slots__ = (
+        "_gateway_lock",
+        "_log",
+        "_outlives_us",
+        "_process",
+        "_program",
+        "_socket",
+        "_state_dir",
+        "adopted",
+        "pid",
+    )
 
-    def __init__(self, state_dir: Path, *, log: FilteringBoundLogger, program: Path | None = None) -> None:
+    def __init__(
+        self, state_dir: Path, *, log: FilteringBoundLogger, program: Path | None = None, outlives_us: bool = True
+    ) -> None:
+        """outlives_us: after kill -9 of this process the server waits for the next one; else it ends, too."""
         self._state_dir = state_dir.absolute()
         self._log = log
         self._program = program
+        self._outlives_us = outlives_us
         self._gateway_lock = -1
         self._socket = Path()
         self._process: asyncio.subprocess.Process | None = None
@@ -211,21 +226,26 @@ class EmbeddedValkey:
         data = self._state_dir / "data"
         data.mkdir(mode=0o700, exist_ok=True)
         program = self._program or find_program()
-        arguments = (
+        command = (
+            str(program),
             "--port",
             "0",
             "--unixsocket",
-            self._socket,
+            str(self._socket),
             "--unixsocketperm",
             "700",
             "--save",
             "",
             "--dir",
-            data,
+            str(data),
+            "--appendonly",
+            "yes",
+            "--daemonize",
+            "no",
         )
         with (self._state_dir / "server.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                program, *arguments, "--appendonly", "yes", "--daemonize", "no",
+                *(command if self._outlives_us else with_parent(command)),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock,),
             )  # fmt: skip
         try:

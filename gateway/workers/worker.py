@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import signal
 import socket
 import sys
@@ -30,6 +29,7 @@ from gateway.cli import exit_code
 from gateway.logs import Log, open_logs
 from gateway.settings import Settings
 from gateway.stop_signals import finished_before, stop_signals
+from gateway.with_parent import end_with_parent
 from gateway.workers.accepting import Acceptor, Board
 from gateway.workers.channel import CHANNEL_FD, Channel, Do, Order, Report, Start
 from gateway.workers.merge import Teller
@@ -39,8 +39,6 @@ PUSH_PAUSES = 50
 """The pause after a report is at least this many times as long as the report took: a fiftieth of the loop is for it."""
 RETIRE_S = 2.0
 """For clients that keep their connections to use them once more, and to be told by the answer that it was the last."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -57,7 +55,7 @@ def _run() -> int:
 def _die_with_parent() -> None:
     """The channel's end tells a loop that turns; one that does not would keep the port. A parent that died before this
     is told by the channel alone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
 
 
 async def _serve(end: socket.socket) -> int:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +92,22 @@ def test_a_stop_signal_ends_everything_it_started_with_exit_code_0(number: signa
 
     assert (process.returncode, err) == (0, "")
     assert CLOSING.search(out), out
+    assert len(started) >= 3, "two engines and a Valkey were expected"
+    assert [pid for pid in started if alive(pid)] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+def test_a_demo_that_is_killed_takes_everything_it_started_along() -> None:
+    with demo() as process:
+        line_matching(process, SHOWS_BOTH)
+        started = children(process.pid)
+
+        process.kill()
+        process.wait(30)
+        until_s = time.monotonic() + 20
+        while any(map(alive, started)) and time.monotonic() < until_s:
+            time.sleep(0.05)
+
     assert len(started) >= 3, "two engines and a Valkey were expected"
     assert [pid for pid in started if alive(pid)] == []
 
