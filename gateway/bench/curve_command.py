@@ -12,15 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from backends.simulated.profiles import load_profile, profile_names
 from gateway.bench.curve import BATCHES, MODES, Point, Rule, curve, knee, picture, rules
 from gateway.load.lengths import Workload
 from gateway.settings_file import SettingsError
+from gateway.tables import table_console, uncut
 
-PIPED_WIDTH = 130
 """Columns where there is no terminal to ask."""
 _CHAT = Workload()
 
@@ -85,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tables(points: Sequence[Point], told: Sequence[Rule]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
+    console = table_console()
     for mode in MODES:
         at_knee = knee(points, mode)
         table = Table(title=f"{mode} (the knee is at {at_knee})")
@@ -98,7 +95,7 @@ def _tables(points: Sequence[Point], told: Sequence[Rule]) -> None:
         for point in points:
             if point.mode == mode:
                 table.add_row(*_cells(point), style="bold" if point.batch == at_knee else None)
-        console.print(table)
+        console.print(uncut(table))
     table = Table(title="rules of thumb")
     for column in ("rule", "workload", "mode", "holds", "measured"):
         table.add_column(column)
@@ -107,7 +104,7 @@ def _tables(points: Sequence[Point], told: Sequence[Rule]) -> None:
         holds = {True: "yes", False: "no", None: "-"}[one.holds]
         table.add_row("" if one.rule == said else one.rule, one.workload, one.mode, holds, one.measured)
         said = one.rule
-    console.print(table)
+    console.print(uncut(table))
 
 
 def _cells(point: Point) -> tuple[str, ...]:

@@ -12,15 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from backends.simulated.profiles import EngineOptions, profile_names
 from gateway.bench.fidelity import BAR, SHIPPED, Compared, Log, Residuals, compare, picture
 from gateway.replay.trace import TraceError
 from gateway.settings_file import SettingsError
+from gateway.tables import table_console, uncut
 
-PIPED_WIDTH = 130
 """Columns where there is no terminal to ask."""
 
 
@@ -104,8 +103,7 @@ def _table(compared: Sequence[Compared]) -> None:
                     *heads, name, f"{figure.real:.4g}", f"{figure.simulated:.4g}", f"{figure.error:+.1%}{mark}"
                 )
         table.add_section()
-    console = Console()
-    (console if console.is_terminal else Console(width=PIPED_WIDTH)).print(table)
+    table_console().print(uncut(table))
 
 
 def _parts(one: Compared) -> Iterator[tuple[str, Residuals]]:

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import uvloop
-from rich.console import Console
 from rich.table import Table
 
 from backends.base import BackendError, EngineAddress
@@ -44,8 +43,8 @@ from gateway.logs import Logs
 from gateway.settings import EngineSettings, GpuSettings, Settings, Timeouts
 from gateway.settings_file import SettingsError
 from gateway.stop_signals import heeded
+from gateway.tables import table_console, uncut
 
-PIPED_WIDTH = 130
 PAGE = "real.md"
 DRAIN_S = 3.0
 STOPPED = 128 + signal.SIGTERM
@@ -128,14 +127,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     else:
-        console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
+        console = table_console()
         for one in measured:
             table = Table(title=title_of(one))
             for number, head in enumerate(HEADS):
                 table.add_column(head, justify="right" if number else "left")
             for line in lines_of(one.outcome):
                 table.add_row(*line)
-            console.print(table)
+            console.print(uncut(table))
             console.print(verdict_of(one.outcome), highlight=False)
     return 0
 

@@ -38,10 +38,10 @@ from gateway.replay.rows import write_rows
 from gateway.replay.trace import Request, TraceError, read_trace, segment
 from gateway.settings_file import SettingsError
 from gateway.stop_signals import finished_before, stop_signals
+from gateway.tables import table_console, uncut
 
 DEFAULT_FOR_S = 60.0
 SHOW_EVERY_S = 0.5
-PIPED_WIDTH = 130
 LATE_S = 0.02
 """A generator that is later than this with one request in a hundred says so: its figures are partly its own."""
 
@@ -434,7 +434,7 @@ def bar_text(under_way: int, records: Mapping[str, Record]) -> str:
 
 
 def _print(told: Told) -> None:
-    console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
+    console = table_console()
     console.print(told.title, markup=False, highlight=False)
     console.print(", ".join(map(" ".join, facts_of(told))), markup=False, highlight=False)
     for heads, lines in (step_table(told), table(told)):
@@ -444,7 +444,7 @@ def _print(told: Told) -> None:
         for line in lines:
             drawn.add_row(*line)
         if lines:
-            console.print(drawn)
+            console.print(uncut(drawn))
 
 
 def _warn(told: Told) -> None:

@@ -42,10 +42,10 @@ from gateway.profiling.live import exported
 from gateway.profiling.observations import Seen
 from gateway.profiling.sweep import Bounds, Busy, Facts, Sweep
 from gateway.settings_file import SettingsError
+from gateway.tables import table_console, uncut
 
 _BOUNDS = Bounds()
 _WORKLOAD = Workload()
-PIPED_WIDTH = 130
 ERROR_MAX = 0.15
 """A fit that is typically farther off explains nothing."""
 
@@ -269,7 +269,7 @@ class _Bar:
 
 
 def _print(found: Profiled, folder: Path) -> None:
-    console = Console() if Console().is_terminal else Console(width=PIPED_WIDTH)
+    console = table_console()
     fitted, facts = found.fitted, found.facts
     console.print(
         f"{found.model} on {found.engine}: {fitted.points} points in {facts.took_s:.0f} s, fitted within"
@@ -283,7 +283,7 @@ def _print(found: Profiled, folder: Path) -> None:
         table.add_column(head)
     for one in found.advice:
         table.add_row(one.flag or one.name, one.value or "on", one.reason)
-    console.print(table)
+    console.print(uncut(table))
     if facts.stopped:
         console.print(f"stopped early: {facts.stopped}", highlight=False, markup=False)
     console.print(f"written: {folder}/profile.json, profile.md, profile.svg", highlight=False, markup=False)
@@ -297,4 +297,4 @@ def _facts_table(console: Console, found: Profiled) -> None:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| ") and len(cells) == 2 and cells[0]:
             table.add_row(*cells)
-    console.print(table)
+    console.print(uncut(table))

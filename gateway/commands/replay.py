@@ -30,6 +30,7 @@ from gateway.replay.rows import COMPLETED, write_rows
 from gateway.replay.trace import TraceError, read_lengths, read_trace, segment
 from gateway.replay.world import Backlog, Plan, Played, replay
 from gateway.settings_file import SettingsError
+from gateway.tables import table_console, uncut
 from policies import presets
 from policies.schema import Policy
 
@@ -201,7 +202,7 @@ def _table(
         table.add_row(name, "-" if value is None else f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}")
     for name, count in _outcomes(played).items():
         table.add_row(f"{name} (requests)", f"{count:,}")
-    Console().print(table)
+    table_console().print(uncut(table))
 
 
 def _measured(args: argparse.Namespace, played: Played, measured_s: float) -> str:
