@@ -1,4 +1,4 @@
-"""How much fits now, for clients that choose their own size: GET /v1/headrace/capacity, and in a 429 for a full queue.
+"""How much fits now, for clients that choose their own size: GET /v1/headrace/capacity, and in every 429.
 
 The process that leads asks its sizing policy, for inputs of just the size that is asked for. The others know no more of the
 pool than its leader published, which is an answer for each of SIZES: they give the one for the next larger size, and say which
@@ -35,6 +35,7 @@ SIZES = (*(256 << doubled for doubled in range(16)), PROMPT_TOKENS_MAX)
 PUBLISH_S, SLICE_S = 0.1, 0.001
 """Of work for one publication, and without a turn for others: of a pool of very many models and engines fewer sizes are told."""
 PATH = "/v1/completions"
+SHED_REASONS = frozenset({"infeasible", "crowding"})
 BATCH_HEADER = "x-headrace-batch-fits"
 CONTEXT = "context"
 """In the place of a guard: such an input is longer than any engine of the model takes, now or later."""
@@ -90,16 +91,21 @@ class Capacity:
         }
 
     def explain(self, refusal: Refusal, work: Work) -> None:
-        """Have a 429 for a full queue say what would be taken, in its header, and in its message where that is anything.
+        """Have a 429 say how many inputs would fit now, in its header, and in its message where that helps.
 
-        Others are not for want of places: a smaller request would be refused as well, or the refusal is the engine's.
+        What cannot be in time fits in no size; what an engine refused is more than would start at once.
         """
-        if refusal.status != 429 or refusal.reason != QUEUE_FULL:
+        if refusal.status != 429:
             return
-        accepted = self.accepted_inputs(work.class_name)
-        if accepted:
-            refusal.message += f"; a request of up to {accepted} inputs would be taken now"
-        refusal.headers = (*refusal.headers, (BATCH_HEADER, str(accepted)))
+        fits = self.accepted_inputs(work.class_name)
+        if refusal.reason == QUEUE_FULL:
+            if fits:
+                refusal.message += f"; a request of up to {fits} inputs would be taken now"
+        elif refusal.reason in SHED_REASONS:
+            fits = 0
+        elif (found := self._starts(work.class_name, work.model, USUAL_PROMPT_TOKENS)) is not None:
+            fits = min(fits, found[0])
+        refusal.headers = (*refusal.headers, (BATCH_HEADER, str(fits)))
 
     def accepted_inputs(self, class_name: str) -> int:
         """Inputs of the largest request batch that would be let in now."""

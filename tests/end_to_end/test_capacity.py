@@ -110,7 +110,7 @@ async def test_capacity_asks_for_a_key_where_one_is_needed_and_refuses_nonsense(
     assert without.status_code == 401
     assert (odd.status_code, odd.json()["error"]["param"]) == (400, "prompt_tokens")
     assert busy.value.status_code == 429
-    assert "x-headrace-batch-fits" not in busy.value.response.headers, "the engine is full, and no queue"
+    assert busy.value.response.headers["x-headrace-batch-fits"].isdecimal()
     assert "inputs" not in busy.value.message
 
 

@@ -67,6 +67,7 @@ async def test_a_request_that_cannot_be_in_time_is_refused_with_the_time_predict
         asked = len(engine.requests)
 
     assert (refused.status, refused.error()["type"], refused.error()["code"]) == (429, "rate_limit_error", "infeasible")
+    assert refused.one("x-headrace-batch-fits") == "0"
     assert 1 <= int(refused.one("retry-after")) <= 60
     assert float(str(refused.error()["predicted_ttft_s"])) > 0
     assert took_s >= 0.5 * OBJECTIVE_S
