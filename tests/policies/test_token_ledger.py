@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from policies.credit import room, typical
 from policies.dispatching import plan_round
+from policies.estimators.step_model import BUDGETS
 from policies.estimators.survival import HORIZONS, Lengths
 from policies.limits.fixed import taken
 from policies.limits.token_ledger import TokenLedger, guards
@@ -667,11 +668,13 @@ def test_an_urgent_work_does_not_wait_for_a_gap_that_prompts_have_made() -> None
     assert not patient.passed
 
 
-def test_beside_a_promised_slowdown_the_pipe_takes_a_whole_step_of_prompts() -> None:
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_beside_a_promised_slowdown_the_pipe_takes_a_whole_step_of_prompts_whatever_was_learned(budget: int) -> None:
     """Its objective is about one prompt: a quarter of that would let prompts in one by one, and steps be nearly empty."""
     account = Account(URGENT, Lengths())
+    account.step._at = BUDGETS.index(budget)
     one = Asked(500, 500, 1, 0.1, NOTHING[:4], NOTHING)
-    pending = replace(SCENE, pending_urgent=1900.0)
+    pending = replace(SCENE, pending_urgent=8000.0)
     promised = Hypothesis(500.0, 0.1, slowdown=1.3)
 
     thin, whole = (

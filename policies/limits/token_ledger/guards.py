@@ -24,6 +24,9 @@ URGENT_SHARE = 0.85
 return: 8 works in 14 runs of kv-tight's stretches at 0.65, 3 at 0.85, 1 at 1."""
 PIPE_SHARE = 0.25
 """Part of a TTFT objective that pending prompts of urgent works may take; the others wait where their order can change."""
+PIPE_TOKENS = 8192
+"""Of a class that promises a slowdown, so many may be pending at least: the most that engines take into one step. What was learned of
+that is not used: with a thin pipe no first token tells that an engine takes more."""
 STALL_SHARE = 0.15
 """Part of the shortest objective that patient prompts may take, where that is more than stall_s."""
 ALONE_FACTOR = 1.5
@@ -280,7 +283,7 @@ def pipe(scene: Scene, asked: Asked, model: StepModel) -> GuardReading:
     value = model.ttft_s(pending, scene.sequences, scene.held_tokens) if pending else 0.0
     usual = scene.hypothesis.tokens or 0.0
     if scene.hypothesis.slowdown is not None:  # its objective is about one prompt: steps would be nearly empty
-        usual = max(usual, float(model.budget_tokens))
+        usual = max(usual, float(PIPE_TOKENS))
     usual_s = model.ttft_s(usual, scene.sequences, scene.held_tokens)
     return _reading(Guard.STALL, value, max(PIPE_SHARE * (asked.objective_s or math.inf), usual_s))
 
