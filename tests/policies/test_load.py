@@ -18,7 +18,7 @@ def busy(part: float, *, seconds: int = 120) -> UrgentLoad:
     return load
 
 
-@pytest.mark.parametrize(("part", "allowed"), [(0.2, 1.37), (0.5, 1.20), (0.9, 1.04)])
+@pytest.mark.parametrize(("part", "allowed"), [(0.2, 1.47), (0.5, 1.25), (0.9, 1.04)])
 def test_the_busier_the_engine_the_less_may_be_added(part: float, allowed: float) -> None:
     assert busy(part).may_be_slower(STEP_S, PROMPT_TOKENS, 1.3) == pytest.approx(allowed, abs=0.01)
 
@@ -39,7 +39,7 @@ def test_beyond_saturation_hardly_anything_may_be_added() -> None:
     most = busy(MOST_BUSY).may_be_slower(STEP_S, PROMPT_TOKENS, 1.3)
 
     assert busy(3.0).may_be_slower(STEP_S, PROMPT_TOKENS, 1.3) == pytest.approx(most, abs=0.005)
-    assert 1 < most < 1.02
+    assert 1 < most < 1.03
 
 
 def test_the_peak_is_remembered_through_a_quiet_time_and_forgotten_after_it() -> None:
